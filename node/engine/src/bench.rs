@@ -1,0 +1,125 @@
+//! Speed of generation and training on this machine, for `starling bench`.
+
+use std::sync::mpsc;
+use std::time::Instant;
+
+use candle_core::Device;
+
+use crate::config::LlamaConfig;
+use crate::error::{EngineError, TrainError};
+use crate::infer::{FinishReason, GenerateRequest, InferenceEngine, InferenceOptions, SampledToken, TokenSink};
+use crate::sampling::SamplingParams;
+use crate::train::{Sample, Trainer, TrainerConfig};
+use crate::weights::Weights;
+
+/// The byte-level model of the product's demo: about 0.9 million parameters.
+#[must_use]
+pub fn demo_config() -> LlamaConfig {
+    LlamaConfig {
+        vocab_size: 264,
+        hidden_size: 128,
+        intermediate_size: 384,
+        num_hidden_layers: 4,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 32,
+        rms_norm_eps: 1e-5,
+        rope_theta: 10_000.0,
+        max_position_embeddings: 512,
+        tie_word_embeddings: true,
+        bos_token_id: None,
+        eos_token_ids: Vec::new(),
+    }
+}
+
+struct Counter {
+    tokens: u64,
+    done: mpsc::Sender<u64>,
+}
+
+impl TokenSink for Counter {
+    fn token(&mut self, _t: SampledToken) -> bool {
+        self.tokens += 1;
+        true
+    }
+
+    fn finish(self: Box<Self>, _r: Result<FinishReason, EngineError>) {
+        let _ = self.done.send(self.tokens);
+    }
+}
+
+/// A varied but fixed token sequence.
+fn tokens(vocab: usize, len: usize, salt: usize) -> Vec<u32> {
+    (0..len).map(|i| u32::try_from((i * 31 + salt * 17 + i * i * salt) % vocab).unwrap_or(0)).collect()
+}
+
+/// Generated tokens per second: `requests` different prompts of `prompt_len`, `new_tokens` each, prefill included.
+///
+/// # Errors
+/// Whatever [`InferenceEngine::spawn`] and `generate` refuse.
+pub fn generation_tokens_per_s(
+    cfg: &LlamaConfig,
+    weights: &Weights,
+    device: &Device,
+    opts: &InferenceOptions,
+    requests: usize,
+    prompt_len: usize,
+    new_tokens: u32,
+) -> Result<f64, EngineError> {
+    let engine = InferenceEngine::spawn(cfg.clone(), weights.clone(), 0, opts.clone(), device.clone())?;
+    let start = Instant::now();
+    let mut total = 0u64;
+    let mut sent = 0;
+    let (tx, rx) = mpsc::channel();
+    let mut open = 0usize;
+    while sent < requests || open > 0 {
+        while sent < requests && open < opts.max_batch * 2 {
+            let sampling = SamplingParams { max_tokens: new_tokens, seed: sent as u64, ..SamplingParams::default() };
+            let request = GenerateRequest { prompt: tokens(cfg.vocab_size, prompt_len, sent + 1), sampling };
+            engine.generate(request, Box::new(Counter { tokens: 0, done: tx.clone() }))?;
+            sent += 1;
+            open += 1;
+        }
+        total += rx.recv().map_err(|mpsc::RecvError| EngineError::Stopped)?;
+        open -= 1;
+    }
+    Ok(per_second(total, start))
+}
+
+/// Trained-on tokens per second of GRPO steps: `samples` sequences of `len` tokens, half of each trained.
+///
+/// One step warms up, `steps` are timed.
+///
+/// # Errors
+/// Whatever [`Trainer::new`] and `step` refuse.
+pub fn training_tokens_per_s(
+    cfg: &LlamaConfig,
+    weights: &Weights,
+    device: &Device,
+    tc: &TrainerConfig,
+    samples: usize,
+    len: usize,
+    steps: usize,
+) -> Result<f64, TrainError> {
+    let mut trainer = Trainer::new(cfg.clone(), weights, tc.clone(), device.clone())?;
+    let batch: Vec<Sample> = (0..samples)
+        .map(|i| Sample {
+            tokens: tokens(cfg.vocab_size, len, i),
+            loss_mask: (0..len).map(|t| t >= len.div_ceil(2)).collect(),
+            behaviour_logprobs: vec![-5.5; len],
+            advantage: if i % 2 == 0 { 1.0 } else { -1.0 },
+        })
+        .collect();
+    trainer.step(&batch)?;
+    let start = Instant::now();
+    let mut total = 0;
+    for _ in 0..steps {
+        total += trainer.step(&batch)?.tokens;
+    }
+    Ok(per_second(total, start))
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts are below 2^53")]
+fn per_second(count: u64, start: Instant) -> f64 {
+    count as f64 / start.elapsed().as_secs_f64().max(1e-9)
+}

@@ -1,0 +1,87 @@
+//! SwiGLU over fused gate|up rows, and vector helpers.
+
+use super::math::{exp, fma};
+use super::simd_fn;
+use crate::par;
+
+simd_fn! {
+    /// `out = silu(gate) * up` for rows `[gate | up]`, each half `inner` long.
+    fn swiglu_rows(x: &[f32], inner: usize, out: &mut [f32]) = swiglu_body
+}
+
+#[inline(always)]
+fn swiglu_body<const FMA: bool>(x: &[f32], inner: usize, out: &mut [f32]) {
+    for (row, out) in x.chunks_exact(2 * inner).zip(out.chunks_exact_mut(inner)) {
+        let (gate, up) = row.split_at(inner);
+        for ((o, &g), &u) in out.iter_mut().zip(gate).zip(up) {
+            *o = g / (1.0 + exp::<FMA>(-g)) * u;
+        }
+    }
+}
+
+/// SwiGLU (arXiv:2002.05202) of `x [rows, 2·inner]` into `out [rows, inner]`.
+pub(crate) fn swiglu(x: &[f32], inner: usize, out: &mut [f32]) {
+    if inner == 0 {
+        return;
+    }
+    let rows = par::rows_per_chunk(out.len() / inner);
+    par::chunks_mut(out, rows * inner, |i, out| {
+        let from = i * rows * 2 * inner;
+        swiglu_rows(&x[from..from + 2 * out.len()], inner, out);
+    });
+}
+
+simd_fn! {
+    fn swiglu_grad_rows(x: &[f32], g: &[f32], inner: usize, dx: &mut [f32]) = swiglu_grad_body
+}
+
+#[inline(always)]
+fn swiglu_grad_body<const FMA: bool>(x: &[f32], g: &[f32], inner: usize, dx: &mut [f32]) {
+    let rows = x.chunks_exact(2 * inner).zip(dx.chunks_exact_mut(2 * inner)).zip(g.chunks_exact(inner));
+    for ((row, dx), g) in rows {
+        let (gate, up) = row.split_at(inner);
+        let (dgate, dup) = dx.split_at_mut(inner);
+        for i in 0..inner {
+            let s = 1.0 / (1.0 + exp::<FMA>(-gate[i]));
+            let silu = gate[i] * s;
+            dup[i] = g[i] * silu;
+            dgate[i] = g[i] * up[i] * fma::<FMA>(silu, 1.0 - s, s);
+        }
+    }
+}
+
+/// Gradient of [`swiglu`]: `dx [rows, 2·inner]` from `g [rows, inner]`.
+pub(crate) fn swiglu_grad(x: &[f32], g: &[f32], inner: usize, dx: &mut [f32]) {
+    if inner == 0 {
+        return;
+    }
+    let rows = par::rows_per_chunk(g.len() / inner);
+    par::chunks_mut(dx, rows * 2 * inner, |i, dx| {
+        let from = i * rows * 2 * inner;
+        swiglu_grad_rows(&x[from..from + dx.len()], &g[from / 2..(from + dx.len()) / 2], inner, dx);
+    });
+}
+
+/// `y += x`, in parallel for long vectors.
+pub(crate) fn add_assign(y: &mut [f32], x: &[f32]) {
+    const CHUNK: usize = 1 << 16;
+    par::chunks_mut(y, CHUNK, |i, y| {
+        let from = i * CHUNK;
+        for (y, &x) in y.iter_mut().zip(&x[from..]) {
+            *y += x;
+        }
+    });
+}
+
+/// Sum of squares in f64, in a fixed order.
+pub(crate) fn sum_squares(x: &[f32]) -> f64 {
+    let mut lanes = [0f64; 8];
+    let mut chunks = x.chunks_exact(8);
+    for c in &mut chunks {
+        for l in 0..8 {
+            lanes[l] += f64::from(c[l]) * f64::from(c[l]);
+        }
+    }
+    let tail: f64 = chunks.remainder().iter().map(|&v| f64::from(v) * f64::from(v)).sum();
+    lanes.iter().sum::<f64>() + tail
+}

@@ -1,0 +1,364 @@
+//! Matrix product with a packed right-hand side, for many rows (training) and few (decoding) alike.
+//!
+//! Each output is one accumulator that walks the reduction dimension in order, so a row's bits depend on
+//! that row and the matrix only: not on the number of rows, of threads, or on the row's place.
+
+use crate::par;
+
+/// Columns of one packed panel: two AVX-512 registers.
+pub(crate) const PANEL: usize = 32;
+/// Rows computed together: 8 x 2 accumulators cover the latency of the multiply-add units.
+const TILE_ROWS: usize = 8;
+/// Bytes of left-hand side kept hot while all panels pass by: a quarter of a 2 MiB second-level cache.
+const HOT_BYTES: usize = 512 * 1024;
+
+/// A right-hand side `B [k, n]` stored as column panels `[ceil(n/32)][k][32]`, zero-padded.
+#[derive(Clone, Debug)]
+pub(crate) struct Packed {
+    k: usize,
+    n: usize,
+    data: Vec<f32>,
+}
+
+/// A strided left-hand side: element (r, p) is at `r * row_stride + p * k_stride`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Lhs<'a> {
+    /// The elements.
+    pub(crate) data: &'a [f32],
+    /// Distance between rows.
+    pub(crate) row_stride: usize,
+    /// Distance along the reduction dimension.
+    pub(crate) k_stride: usize,
+}
+
+impl<'a> Lhs<'a> {
+    /// A row-major `[m, k]` matrix.
+    pub(crate) fn rows(data: &'a [f32], k: usize) -> Self {
+        Self { data, row_stride: k, k_stride: 1 }
+    }
+
+    /// The transpose of a row-major `[k, m]` matrix.
+    pub(crate) fn transposed(data: &'a [f32], m: usize) -> Self {
+        Self { data, row_stride: 1, k_stride: m }
+    }
+}
+
+impl Packed {
+    /// Packs `B = W^T` for a row-major `W [n, k]` (a Hugging Face linear weight).
+    pub(crate) fn from_weight(w: &[f32], n: usize, k: usize) -> Self {
+        assert_eq!(w.len(), n * k, "weight length");
+        let mut data = vec![0f32; n.div_ceil(PANEL) * k * PANEL];
+        if k > 0 {
+            par::chunks_mut(&mut data, k * PANEL, |panel, out| {
+                let first = panel * PANEL;
+                let cols = PANEL.min(n - first);
+                // Sixteen by sixteen blocks: both sides stay within a few cache lines.
+                for p0 in (0..k).step_by(16) {
+                    let p1 = (p0 + 16).min(k);
+                    for c in 0..cols {
+                        let row = &w[(first + c) * k + p0..(first + c) * k + p1];
+                        for (p, &v) in row.iter().enumerate() {
+                            out[(p0 + p) * PANEL + c] = v;
+                        }
+                    }
+                }
+            });
+        }
+        Self { k, n, data }
+    }
+
+    /// Packs a row-major `B [k, n]`.
+    pub(crate) fn from_rows(b: &[f32], k: usize, n: usize) -> Self {
+        assert_eq!(b.len(), n * k, "matrix length");
+        let mut data = vec![0f32; n.div_ceil(PANEL) * k * PANEL];
+        if k > 0 {
+            par::chunks_mut(&mut data, k * PANEL, |panel, out| {
+                let first = panel * PANEL;
+                let cols = PANEL.min(n - first);
+                for (p, row) in out.chunks_exact_mut(PANEL).enumerate() {
+                    row[..cols].copy_from_slice(&b[p * n + first..p * n + first + cols]);
+                }
+            });
+        }
+        Self { k, n, data }
+    }
+
+    /// Columns of the product.
+    pub(crate) fn n(&self) -> usize {
+        self.n
+    }
+
+    /// `out [m, n] = lhs [m, k] · B`, or `out += …` if `accumulate`. `out.len()` fixes `m`.
+    pub(crate) fn mul(&self, lhs: Lhs<'_>, out: &mut [f32], accumulate: bool) {
+        if self.n == 0 || out.is_empty() {
+            return;
+        }
+        let m = out.len() / self.n;
+        assert_eq!(out.len(), m * self.n, "output length");
+        if self.k == 0 {
+            if !accumulate {
+                out.fill(0.0);
+            }
+            return;
+        }
+        let last = (m - 1) * lhs.row_stride + (self.k - 1) * lhs.k_stride;
+        assert!(last < lhs.data.len(), "left-hand side too short");
+        let workers = par::workers();
+        let hot = (HOT_BYTES / (4 * self.k)).clamp(TILE_ROWS, 4096) / TILE_ROWS * TILE_ROWS;
+        if workers == 1 || m >= 2 * TILE_ROWS * workers {
+            let share = m.div_ceil(workers * 2).next_multiple_of(TILE_ROWS);
+            let rows = if workers == 1 { hot } else { hot.min(share) };
+            par::chunks_mut(out, rows * self.n, |block, out| {
+                let block_lhs = Lhs { data: &lhs.data[block * rows * lhs.row_stride..], ..lhs };
+                self.mul_block(block_lhs, out, accumulate);
+            });
+        } else {
+            self.mul_by_columns(lhs, m, out, accumulate);
+        }
+    }
+
+    /// One thread's rows, all panels.
+    fn mul_block(&self, lhs: Lhs<'_>, out: &mut [f32], accumulate: bool) {
+        let m = out.len() / self.n;
+        for (i, panel) in self.data.chunks_exact(self.k * PANEL).enumerate() {
+            let first = i * PANEL;
+            let cols = PANEL.min(self.n - first);
+            let mut r = 0;
+            while r < m {
+                let rows = TILE_ROWS.min(m - r);
+                let tile_out = &mut out[r * self.n + first..];
+                tile(rows, self.k, &lhs.data[r * lhs.row_stride..], lhs, panel, tile_out, self.n, cols, accumulate);
+                r += rows;
+            }
+        }
+    }
+
+    /// Few rows: each task takes some panels, so that every weight is read by one core only.
+    fn mul_by_columns(&self, lhs: Lhs<'_>, m: usize, out: &mut [f32], accumulate: bool) {
+        let mut by_panel = vec![0f32; self.n.div_ceil(PANEL) * m * PANEL];
+        par::chunks_mut(&mut by_panel, m * PANEL, |i, part| {
+            let panel = &self.data[i * self.k * PANEL..(i + 1) * self.k * PANEL];
+            let mut r = 0;
+            while r < m {
+                let rows = TILE_ROWS.min(m - r);
+                let rest = &lhs.data[r * lhs.row_stride..];
+                tile(rows, self.k, rest, lhs, panel, &mut part[r * PANEL..], PANEL, PANEL, false);
+                r += rows;
+            }
+        });
+        for (i, part) in by_panel.chunks_exact(m * PANEL).enumerate() {
+            let first = i * PANEL;
+            let cols = PANEL.min(self.n - first);
+            for (r, row) in part.chunks_exact(PANEL).enumerate() {
+                let target = &mut out[r * self.n + first..r * self.n + first + cols];
+                if accumulate {
+                    target.iter_mut().zip(row).for_each(|(t, &v)| *t += v);
+                } else {
+                    target.copy_from_slice(&row[..cols]);
+                }
+            }
+        }
+    }
+}
+
+/// Computes `rows x cols` outputs of one panel.
+#[expect(clippy::too_many_arguments, reason = "the innermost call; a struct would only move the names")]
+#[inline]
+fn tile(
+    rows: usize,
+    k: usize,
+    data: &[f32],
+    lhs: Lhs<'_>,
+    panel: &[f32],
+    out: &mut [f32],
+    out_stride: usize,
+    cols: usize,
+    accumulate: bool,
+) {
+    let mut acc = [[0f32; PANEL]; TILE_ROWS];
+    debug_assert!(panel.len() >= k * PANEL && rows <= TILE_ROWS && cols <= PANEL);
+    assert!((rows - 1) * lhs.row_stride + (k - 1) * lhs.k_stride < data.len(), "tile out of range");
+    assert!((rows - 1) * out_stride + cols <= out.len(), "tile output out of range");
+    match rows {
+        8 => fill::<8>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
+        7 => fill::<7>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
+        6 => fill::<6>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
+        5 => fill::<5>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
+        4 => fill::<4>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
+        3 => fill::<3>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
+        2 => fill::<2>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
+        _ => fill::<1>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
+    }
+    for (r, acc) in acc.iter().take(rows).enumerate() {
+        let target = &mut out[r * out_stride..r * out_stride + cols];
+        if accumulate {
+            target.iter_mut().zip(acc).for_each(|(t, &v)| *t += v);
+        } else {
+            target.copy_from_slice(&acc[..cols]);
+        }
+    }
+}
+
+/// `acc[r][c] = Σ_p lhs(r, p) · panel[p][c]` for R rows.
+#[inline]
+fn fill<const R: usize>(
+    k: usize,
+    data: &[f32],
+    row_stride: usize,
+    k_stride: usize,
+    panel: &[f32],
+    acc: &mut [[f32; PANEL]; TILE_ROWS],
+) {
+    #[cfg(target_arch = "x86_64")]
+    match super::simd_level() {
+        // SAFETY: the processor has AVX-512 F; `tile` has checked that every address read is inside the slices.
+        super::SimdLevel::Avx512 => return unsafe { fill_avx512::<R>(k, data, row_stride, k_stride, panel, acc) },
+        // SAFETY: the processor has AVX2 and FMA.
+        super::SimdLevel::Avx2 => return unsafe { fill_avx2::<R>(k, data, row_stride, k_stride, panel, acc) },
+        super::SimdLevel::Baseline => {}
+    }
+    fill_body::<R, { super::BASELINE_FMA }>(k, data, row_stride, k_stride, panel, acc);
+}
+
+/// The portable loop, the definition of what the others compute.
+#[inline(always)]
+fn fill_body<const R: usize, const FMA: bool>(
+    k: usize,
+    data: &[f32],
+    row_stride: usize,
+    k_stride: usize,
+    panel: &[f32],
+    acc: &mut [[f32; PANEL]; TILE_ROWS],
+) {
+    // Four rows by eight columns at a time stay in sixteen registers of eight lanes.
+    for r in 0..R {
+        for c0 in (0..PANEL).step_by(8) {
+            let mut sum = [0f32; 8];
+            for (p, b) in panel.chunks_exact(PANEL).take(k).enumerate() {
+                let a = data[r * row_stride + p * k_stride];
+                for l in 0..8 {
+                    sum[l] = super::math::fma::<FMA>(a, b[c0 + l], sum[l]);
+                }
+            }
+            acc[r][c0..c0 + 8].copy_from_slice(&sum);
+        }
+    }
+}
+
+/// AVX2: three rows of four registers would fit; two rows keep the code small.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn fill_avx2<const R: usize>(
+    k: usize,
+    data: &[f32],
+    row_stride: usize,
+    k_stride: usize,
+    panel: &[f32],
+    acc: &mut [[f32; PANEL]; TILE_ROWS],
+) {
+    fill_body::<R, true>(k, data, row_stride, k_stride, panel, acc);
+}
+
+/// AVX-512: R rows by two registers.
+///
+/// # Safety
+/// `(R - 1) * row_stride + (k - 1) * k_stride < data.len()` and `panel.len() >= k * PANEL`.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn fill_avx512<const R: usize>(
+    k: usize,
+    data: &[f32],
+    row_stride: usize,
+    k_stride: usize,
+    panel: &[f32],
+    acc: &mut [[f32; PANEL]; TILE_ROWS],
+) {
+    use std::arch::x86_64::{_mm512_fmadd_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_storeu_ps};
+    let mut sums = [[_mm512_setzero_ps(); 2]; R];
+    let mut b = panel.as_ptr();
+    let mut a = data.as_ptr();
+    for _ in 0..k {
+        // SAFETY: by this function's contract the two loads and the R reads are inside the slices.
+        unsafe {
+            let b0 = _mm512_loadu_ps(b);
+            let b1 = _mm512_loadu_ps(b.add(16));
+            for (r, sum) in sums.iter_mut().enumerate() {
+                let x = _mm512_set1_ps(*a.wrapping_add(r.wrapping_mul(row_stride)));
+                sum[0] = _mm512_fmadd_ps(x, b0, sum[0]);
+                sum[1] = _mm512_fmadd_ps(x, b1, sum[1]);
+            }
+        }
+        b = b.wrapping_add(PANEL);
+        a = a.wrapping_add(k_stride);
+    }
+    for (out, sum) in acc.iter_mut().zip(&sums) {
+        // SAFETY: a row of `acc` holds 32 floats.
+        unsafe {
+            _mm512_storeu_ps(out.as_mut_ptr(), sum[0]);
+            _mm512_storeu_ps(out.as_mut_ptr().add(16), sum[1]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn naive(lhs: Lhs<'_>, b: &[f32], m: usize, k: usize, n: usize) -> Vec<f64> {
+        let mut out = vec![0f64; m * n];
+        for r in 0..m {
+            for c in 0..n {
+                for p in 0..k {
+                    out[r * n + c] +=
+                        f64::from(lhs.data[r * lhs.row_stride + p * lhs.k_stride]) * f64::from(b[p * n + c]);
+                }
+            }
+        }
+        out
+    }
+
+    fn wave(len: usize, f: f32) -> Vec<f32> {
+        (0u16..).take(len).map(|i| (f32::from(i) * f).sin()).collect()
+    }
+
+    #[test]
+    fn products_match_a_naive_loop_for_odd_shapes_strides_and_threads() {
+        let pool = par::pool(2, 0, "test").unwrap();
+        for (m, k, n) in [(1, 1, 1), (3, 7, 33), (8, 16, 32), (17, 5, 70), (40, 129, 31), (2, 128, 264)] {
+            let (a, b) = (wave(m * k, 0.37), wave(k * n, 0.11));
+            let mut w = vec![0f32; n * k];
+            for p in 0..k {
+                for c in 0..n {
+                    w[c * k + p] = b[p * n + c];
+                }
+            }
+            for lhs in [Lhs::rows(&a, k), Lhs::transposed(&a, m)] {
+                let want = naive(lhs, &b, m, k, n);
+                for packed in [Packed::from_rows(&b, k, n), Packed::from_weight(&w, n, k)] {
+                    let mut one = vec![1f32; m * n];
+                    packed.mul(lhs, &mut one, true);
+                    let mut two = vec![0f32; m * n];
+                    pool.install(|| packed.mul(lhs, &mut two, false));
+                    for i in 0..m * n {
+                        assert!((f64::from(two[i]) - want[i]).abs() < 1e-5 * (k as f64), "{m} {k} {n}");
+                        assert!((f64::from(one[i]) - 1.0 - want[i]).abs() < 1e-5 * (k as f64), "{m} {k} {n}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_rows_bits_do_not_depend_on_its_neighbours() {
+        let (k, n, m) = (72, 100, 23);
+        let (a, w) = (wave(m * k, 0.7), wave(n * k, 0.3));
+        let packed = Packed::from_weight(&w, n, k);
+        let mut all = vec![0f32; m * n];
+        packed.mul(Lhs::rows(&a, k), &mut all, false);
+        for r in 0..m {
+            let mut one = vec![0f32; n];
+            packed.mul(Lhs::rows(&a[r * k..(r + 1) * k], k), &mut one, false);
+            assert_eq!(one, all[r * n..(r + 1) * n]);
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! Models, sampling, KV cache, losses and optimizers of Starling; knows nothing of networks, text or templates.
+//!
+//! Data flows one way: a [`Checkpoint`] gives [`LlamaConfig`] and [`Weights`]; an [`InferenceEngine`] turns prompts
+//! into [`SampledToken`]s; a [`Trainer`] turns [`Sample`]s into new [`Weights`], which the engine takes between two
+//! decoding steps. Everything takes a `candle_core::Device`. See `docs/engine.md`.
+
+pub mod bench;
+pub mod checkpoint;
+pub mod config;
+pub mod error;
+pub mod infer;
+mod kernels;
+mod model;
+mod ops;
+mod packing;
+mod par;
+pub mod sampling;
+pub mod score;
+#[cfg(test)]
+mod testing;
+pub mod train;
+pub mod weights;
+
+pub use candle_core::Device;
+pub use checkpoint::{Checkpoint, SaveDtype};
+pub use config::LlamaConfig;
+pub use error::{CheckpointError, EngineError, TrainError};
+pub use infer::{FinishReason, GenerateRequest, InferenceEngine, InferenceOptions, InferenceStats, SampledToken, TokenSink};
+pub use sampling::SamplingParams;
+pub use score::sequence_logprobs;
+pub use train::{Sample, StepReport, Trainer, TrainerConfig};
+pub use weights::Weights;

@@ -1,0 +1,3 @@
+//! Empty: makes Cargo unify build dependencies too.
+
+fn main() {}

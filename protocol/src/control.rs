@@ -1,0 +1,355 @@
+//! What a model's Raft group agrees on, and the state that follows from it.
+//!
+//! [`ModelState::apply`] is the only place where a step becomes committed: version chain, term fence and
+//! consume-once are checked here, on every replica, in log order.
+
+use crate::assignment::EvalPhase;
+use crate::ids::{JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term};
+use crate::job::JobSpec;
+use crate::manifest::Manifest;
+use crate::time::Timestamp;
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The files of a model beside its weights (`config.json`, `tokenizer.json`, …), by name.
+pub type ModelFiles = BTreeMap<String, Manifest>;
+
+/// What a step did, for people and plots.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepMetrics {
+    /// Mean reward of the consumed episodes, per task set.
+    pub reward: BTreeMap<String, f64>,
+    /// Episodes consumed, per task set.
+    pub episodes: BTreeMap<String, u64>,
+    /// Groups whose rewards were all equal.
+    pub groups_uninformative: u64,
+    /// Tokens that trained.
+    pub trained_tokens: u64,
+    /// Loss.
+    pub loss: f64,
+    /// Gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Share of trained tokens whose ratio was clipped.
+    pub clip_fraction: f64,
+    /// k3 estimate of the KL divergence between the behaviour policy and the trained one, nats a token.
+    pub mismatch_kl: f64,
+    /// Entropy of the policy, nats a token.
+    pub entropy: f64,
+    /// Largest staleness among the consumed episodes, in versions.
+    pub staleness_max: u64,
+    /// Waiting for the batch, milliseconds.
+    pub collect_ms: u64,
+    /// Optimizing, milliseconds.
+    pub train_ms: u64,
+    /// Placing the new weights on a second holder, milliseconds.
+    pub replicate_ms: u64,
+}
+
+/// A committed optimizer step: the only thing that moves a model's version.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepCommitted {
+    /// The job that it belongs to.
+    pub job: JobId,
+    /// Term of the leader that made it; must be the term of the log entry.
+    pub term: Term,
+    /// The new version; must follow the current one.
+    pub version: PolicyVersion,
+    /// The new weights, safetensors.
+    pub weights: Manifest,
+    /// The optimizer's state after the step, if kept with this one.
+    pub optimizer_state: Option<Manifest>,
+    /// Nodes that held the weights durably before the step was proposed.
+    pub holders: Vec<NodeId>,
+    /// Rollouts that this step used up.
+    pub consumed: Vec<RolloutId>,
+    /// Groups opened so far, per task set of the job: where the next leader goes on.
+    pub groups_opened: Vec<u64>,
+    /// When the leader proposed it, on its clock.
+    pub at: Timestamp,
+    /// For people.
+    pub metrics: StepMetrics,
+}
+
+/// Rewards of one evaluation of one task set.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct EvalScore {
+    /// Episodes sampled with the job's sampling.
+    pub samples: u32,
+    /// Their mean reward.
+    pub mean: f64,
+    /// Half the width of the 95 % interval of the mean (normal approximation, 1.96 standard errors).
+    pub ci95: f64,
+    /// Greedy episodes.
+    pub greedy_samples: u32,
+    /// Their mean reward.
+    pub greedy_mean: f64,
+}
+
+/// A finished evaluation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EvaluationCompleted {
+    /// The job.
+    pub job: JobId,
+    /// Start or end.
+    pub phase: EvalPhase,
+    /// The version evaluated.
+    pub version: PolicyVersion,
+    /// Per task set.
+    pub scores: BTreeMap<String, EvalScore>,
+}
+
+/// Why a job is over.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum JobEnd {
+    /// All steps committed and evaluated.
+    Finished,
+    /// Someone asked for it.
+    Stopped,
+}
+
+/// One entry of a model's log.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum ControlEntry {
+    /// The group's first entry: where the model starts from.
+    ModelCreated {
+        /// Its name.
+        model: ModelName,
+        /// Version 0.
+        weights: Manifest,
+        /// Files beside the weights.
+        files: ModelFiles,
+    },
+    /// A job was submitted. Jobs of a model run one after another.
+    JobSubmitted {
+        /// Its id.
+        job: JobId,
+        /// What it is.
+        spec: Box<JobSpec>,
+        /// When, on the submitting node's clock.
+        at: Timestamp,
+    },
+    /// An optimizer step.
+    StepCommitted(Box<StepCommitted>),
+    /// An evaluation is done.
+    EvaluationCompleted(EvaluationCompleted),
+    /// A job is over.
+    JobEnded {
+        /// Which.
+        job: JobId,
+        /// Why.
+        end: JobEnd,
+    },
+}
+
+/// Answer of the state machine to an entry.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Applied {
+    /// The state changed.
+    Yes,
+    /// The entry was in the log already in effect (a retry); nothing changed.
+    Already,
+    /// The entry does not fit the state; nothing changed.
+    Refused(Refusal),
+}
+
+/// Why an entry does not fit.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+pub enum Refusal {
+    /// The step was made under another term than the one that logged it: a deposed leader's.
+    #[error("step of term {got} in a log entry of term {log}: its leader was deposed")]
+    StaleTerm {
+        /// Term of the log entry.
+        log: Term,
+        /// Term in the step.
+        got: Term,
+    },
+    /// The step does not follow the current version.
+    #[error("step to version {got}, expected {expected}")]
+    NotNext {
+        /// The version that must come next.
+        expected: PolicyVersion,
+        /// What came.
+        got: PolicyVersion,
+    },
+    /// A rollout was consumed before.
+    #[error("rollout {rollout} was consumed by version {by}")]
+    ConsumedTwice {
+        /// Which.
+        rollout: RolloutId,
+        /// By which step.
+        by: PolicyVersion,
+    },
+    /// The weights lie on fewer nodes than they must.
+    #[error("weights of version {version} lie on {got} nodes, expected {expected}")]
+    TooFewHolders {
+        /// Which step.
+        version: PolicyVersion,
+        /// How many are needed.
+        expected: usize,
+        /// How many there are.
+        got: usize,
+    },
+    /// The job is not the one that runs.
+    #[error("job {0} does not run")]
+    NoSuchJob(JobId),
+    /// The model is not created yet.
+    #[error("the model has no base weights yet")]
+    NoModel,
+}
+
+/// A job's place in the model's life.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct JobState {
+    /// Its id.
+    pub job: JobId,
+    /// What it is.
+    pub spec: JobSpec,
+    /// When it was submitted.
+    pub at: Timestamp,
+    /// Steps committed.
+    pub steps: u64,
+    /// Groups opened per task set, as of the last step.
+    pub groups_opened: Vec<u64>,
+    /// Finished evaluations.
+    pub evaluations: Vec<EvaluationCompleted>,
+    /// Why it is over, if it is.
+    pub end: Option<JobEnd>,
+}
+
+impl JobState {
+    /// The evaluation of `phase`, if done.
+    #[must_use]
+    pub fn evaluation(&self, phase: EvalPhase) -> Option<&EvaluationCompleted> {
+        self.evaluations.iter().find(|e| e.phase == phase)
+    }
+}
+
+/// What a model's log adds up to.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ModelState {
+    /// Name, once created.
+    pub model: Option<ModelName>,
+    /// Files beside the weights.
+    pub files: ModelFiles,
+    /// Weights of the current version.
+    pub weights: Option<Manifest>,
+    /// The current version.
+    pub version: PolicyVersion,
+    /// Term that committed it.
+    pub version_term: Term,
+    /// Newest optimizer state and the version it belongs to.
+    pub optimizer_state: Option<(PolicyVersion, Manifest)>,
+    /// Jobs in the order of submission.
+    pub jobs: Vec<JobState>,
+    /// Every consumed rollout with the version that used it.
+    pub consumed: BTreeMap<RolloutId, PolicyVersion>,
+    /// Terms under which a step was committed.
+    pub terms: BTreeSet<Term>,
+}
+
+impl ModelState {
+    /// The job that runs now: the first that is not over.
+    #[must_use]
+    pub fn running_job(&self) -> Option<&JobState> {
+        self.jobs.iter().find(|j| j.end.is_none())
+    }
+
+    fn job_mut(&mut self, job: JobId) -> Result<&mut JobState, Refusal> {
+        self.jobs.iter_mut().find(|j| j.job == job).ok_or(Refusal::NoSuchJob(job))
+    }
+
+    /// Applies one entry that was logged in term `log_term`.
+    pub fn apply(&mut self, log_term: Term, entry: &ControlEntry) -> Applied {
+        match self.try_apply(log_term, entry) {
+            Ok(applied) => applied,
+            Err(refusal) => Applied::Refused(refusal),
+        }
+    }
+
+    fn try_apply(&mut self, log_term: Term, entry: &ControlEntry) -> Result<Applied, Refusal> {
+        match entry {
+            ControlEntry::ModelCreated { model, weights, files } => {
+                if self.model.is_some() {
+                    return Ok(Applied::Already);
+                }
+                self.model = Some(model.clone());
+                self.weights = Some(weights.clone());
+                self.files = files.clone();
+            }
+            ControlEntry::JobSubmitted { job, spec, at } => {
+                if self.model.is_none() {
+                    return Err(Refusal::NoModel);
+                }
+                if self.jobs.iter().any(|j| j.job == *job) {
+                    return Ok(Applied::Already);
+                }
+                self.jobs.push(JobState {
+                    job: *job,
+                    groups_opened: vec![0; spec.tasks.len()],
+                    spec: (**spec).clone(),
+                    at: *at,
+                    steps: 0,
+                    evaluations: Vec::new(),
+                    end: None,
+                });
+            }
+            ControlEntry::StepCommitted(step) => return self.apply_step(log_term, step),
+            ControlEntry::EvaluationCompleted(e) => {
+                let job = self.job_mut(e.job)?;
+                if job.evaluation(e.phase).is_some() {
+                    return Ok(Applied::Already);
+                }
+                job.evaluations.push(e.clone());
+            }
+            ControlEntry::JobEnded { job, end } => {
+                let job = self.job_mut(*job)?;
+                if job.end.is_some() {
+                    return Ok(Applied::Already);
+                }
+                job.end = Some(end.clone());
+            }
+        }
+        Ok(Applied::Yes)
+    }
+
+    fn apply_step(&mut self, log_term: Term, step: &StepCommitted) -> Result<Applied, Refusal> {
+        if self.weights.is_none() {
+            return Err(Refusal::NoModel);
+        }
+        if step.term != log_term {
+            return Err(Refusal::StaleTerm { log: log_term, got: step.term });
+        }
+        if step.version != self.version.next() {
+            return Err(Refusal::NotNext { expected: self.version.next(), got: step.version });
+        }
+        let mut fresh = BTreeSet::new();
+        for id in &step.consumed {
+            if let Some(by) = self.consumed.get(id) {
+                return Err(Refusal::ConsumedTwice { rollout: *id, by: *by });
+            }
+            if !fresh.insert(*id) {
+                return Err(Refusal::ConsumedTwice { rollout: *id, by: step.version });
+            }
+        }
+        if step.holders.is_empty() {
+            return Err(Refusal::TooFewHolders { version: step.version, expected: 1, got: 0 });
+        }
+        let running = self.running_job().map(|j| j.job);
+        if running != Some(step.job) {
+            return Err(Refusal::NoSuchJob(step.job));
+        }
+        let job = self.job_mut(step.job)?;
+        job.steps += 1;
+        job.groups_opened.clone_from(&step.groups_opened);
+        self.version = step.version;
+        self.version_term = step.term;
+        self.weights = Some(step.weights.clone());
+        if let Some(m) = &step.optimizer_state {
+            self.optimizer_state = Some((step.version, m.clone()));
+        }
+        self.consumed.extend(step.consumed.iter().map(|id| (*id, step.version)));
+        self.terms.insert(step.term);
+        Ok(Applied::Yes)
+    }
+}

@@ -1,0 +1,702 @@
+//! The leader's ledger of one job: who runs what, what came in, what the next step trains on.
+//!
+//! Sans-IO. The optimizer leader owns one per term and feeds it claims, verified rollouts, aborts and time;
+//! it answers with assignments, batches and finished evaluations. It is rebuilt at the start of a term from
+//! [`JobState`] and the unconsumed rollouts of the stores, so it needs no storage of its own.
+//!
+//! Admission (AReaL, arXiv:2505.24298 §4.1, with `accepted := consumed` after a restart): episodes accepted
+//! but not yet consumed plus episodes running stay at or under `(η + 1)·B`, B the episodes of a step and η the
+//! job's `staleness_max`. So a rollout is at most η versions old when it trains, unless its episode was slow;
+//! groups that grew too old are dropped whole and reported.
+
+use crate::advantage::group_advantages;
+use crate::assignment::{Assignment, EvalPhase, Purpose};
+use crate::control::{EvalScore, EvaluationCompleted, JobState};
+use crate::ids::{EpisodeId, GroupId, NodeId, PolicyVersion, RolloutId, TaskRef, Term};
+use crate::job::{CollectionRule, Sampling};
+use crate::rollout::{Rollout, VerifiedRollout};
+use crate::task::{Task, TaskOrder};
+use crate::time::Timestamp;
+use crate::wire::WaitReason;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// Most episodes in one answer to a claim.
+pub const CLAIM_MAX: usize = 256;
+/// Most evaluation episodes that run at once.
+const EVAL_RUNNING_MAX: usize = 512;
+
+/// The task sets of a job, read.
+#[derive(Clone, Debug)]
+pub struct LoadedTasks {
+    /// Training tasks.
+    pub train: Vec<Task>,
+    /// Held-out tasks; empty when the job has none.
+    pub heldout: Vec<Task>,
+}
+
+/// A rollout that counts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AcceptedRollout {
+    /// Its address.
+    pub id: RolloutId,
+    /// What it says.
+    pub rollout: Rollout,
+    /// Oldest version that sampled a trained token; the assigning version when no token trains.
+    pub oldest_version: PolicyVersion,
+}
+
+/// A whole group.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RolloutGroup {
+    /// Its id.
+    pub id: GroupId,
+    /// Its task.
+    pub task: TaskRef,
+    /// `group_size` rollouts, in order of id.
+    pub rollouts: Vec<AcceptedRollout>,
+    /// One per rollout; `None` when the rewards are all equal.
+    pub advantages: Option<Vec<f32>>,
+}
+
+/// What a step trains on. `groups` may include uninformative ones, which are consumed but carry no gradient.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TrainingBatch {
+    /// The version that is trained; the step makes the next one.
+    pub version: PolicyVersion,
+    /// Whole groups, oldest first.
+    pub groups: Vec<RolloutGroup>,
+    /// Groups opened per task set, to go with the step.
+    pub groups_opened: Vec<u64>,
+}
+
+impl TrainingBatch {
+    /// Ids of every rollout that the step uses up.
+    #[must_use]
+    pub fn consumed(&self) -> Vec<RolloutId> {
+        self.groups.iter().flat_map(|g| g.rollouts.iter().map(|r| r.id)).collect()
+    }
+}
+
+/// What the ledger made of a rollout.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Admission {
+    /// It counts.
+    Accepted,
+    /// It is valid but of no use, and why.
+    Ignored(Surplus),
+    /// It is not of this job, or says something that cannot be.
+    Invalid(String),
+}
+
+/// Why a valid rollout is of no use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Surplus {
+    /// Already accepted.
+    Known,
+    /// A step consumed it.
+    Consumed,
+    /// Its group is full.
+    GroupFull,
+    /// Too many versions old.
+    Stale,
+    /// Its evaluation is over, or the place in it is taken.
+    EvaluationOver,
+}
+
+/// Counters since the start of the term, for status.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LedgerCounts {
+    /// Episodes assigned.
+    pub assigned: u64,
+    /// Rollouts accepted.
+    pub accepted: u64,
+    /// Rollouts ignored.
+    pub ignored: u64,
+    /// Rollouts refused as invalid.
+    pub invalid: u64,
+    /// Episodes aborted by their holder.
+    pub aborted: u64,
+    /// Leases that ran out.
+    pub expired: u64,
+    /// Rollouts dropped with a group that grew too old.
+    pub stale_dropped: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Lease {
+    holder: NodeId,
+    expires: Timestamp,
+    place: Place,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    Group(GroupId),
+    Eval(usize),
+}
+
+#[derive(Clone, Debug)]
+struct OpenGroup {
+    task: TaskRef,
+    attempts: u32,
+    running: BTreeSet<EpisodeId>,
+    rollouts: BTreeMap<RolloutId, AcceptedRollout>,
+}
+
+#[derive(Clone, Debug)]
+struct EvalSlot {
+    set: usize,
+    index: u32,
+    greedy: bool,
+    attempts: u32,
+    running: Option<EpisodeId>,
+    reward: Option<f32>,
+}
+
+#[derive(Clone, Debug)]
+struct Evaluation {
+    phase: EvalPhase,
+    slots: Vec<EvalSlot>,
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub struct Ledger {
+    job: JobState,
+    term: Term,
+    version: PolicyVersion,
+    tasks: Vec<LoadedTasks>,
+    orders: Vec<TaskOrder>,
+    groups_opened: Vec<u64>,
+    group_seq: u64,
+    episode_seq: u64,
+    groups: BTreeMap<GroupId, OpenGroup>,
+    leases: BTreeMap<EpisodeId, Lease>,
+    training: Vec<GroupId>,
+    consumed: BTreeSet<RolloutId>,
+    evaluation: Option<Evaluation>,
+    counts: LedgerCounts,
+}
+
+impl Ledger {
+    /// For `job` as its log stands at `version`, led in `term`. `tasks` are its sets in the job's order.
+    ///
+    /// # Panics
+    /// When `tasks` are not one per set of the job, or a training set is empty: the caller reads both from the job.
+    #[must_use]
+    pub fn new(job: JobState, term: Term, version: PolicyVersion, tasks: Vec<LoadedTasks>) -> Self {
+        assert_eq!(tasks.len(), job.spec.tasks.len(), "one loaded set per task set of the job");
+        assert!(tasks.iter().all(|t| !t.train.is_empty()), "no training set is empty");
+        let orders = tasks
+            .iter()
+            .enumerate()
+            .map(|(i, t)| TaskOrder::new(job.spec.seed.wrapping_add(i as u64), u32::try_from(t.train.len()).unwrap_or(u32::MAX)))
+            .collect();
+        let mut groups_opened = job.groups_opened.clone();
+        groups_opened.resize(tasks.len(), 0);
+        let mut ledger = Self {
+            job,
+            term,
+            version,
+            tasks,
+            orders,
+            groups_opened,
+            group_seq: 0,
+            episode_seq: 0,
+            groups: BTreeMap::new(),
+            leases: BTreeMap::new(),
+            training: Vec::new(),
+            consumed: BTreeSet::new(),
+            evaluation: None,
+            counts: LedgerCounts::default(),
+        };
+        ledger.plan_evaluation();
+        ledger
+    }
+
+    /// The job as this ledger sees it.
+    #[must_use]
+    pub fn job(&self) -> &JobState {
+        &self.job
+    }
+    /// The version that the next step trains.
+    #[must_use]
+    pub fn version(&self) -> PolicyVersion {
+        self.version
+    }
+    /// Counters since the start of the term.
+    #[must_use]
+    pub fn counts(&self) -> &LedgerCounts {
+        &self.counts
+    }
+    /// Episodes leased now.
+    #[must_use]
+    pub fn running(&self) -> u64 {
+        self.leases.len() as u64
+    }
+    /// Accepted rollouts that no step consumed yet.
+    #[must_use]
+    pub fn accepted(&self) -> u64 {
+        self.groups.values().map(|g| g.rollouts.len() as u64).sum()
+    }
+    /// Whole groups that could train now.
+    #[must_use]
+    pub fn whole_groups(&self) -> u64 {
+        self.groups.values().filter(|g| self.is_whole(g)).count() as u64
+    }
+    /// Places of the evaluation that runs now: how many have a reward, and of how many.
+    #[must_use]
+    pub fn evaluation_progress(&self) -> Option<(EvalPhase, usize, usize)> {
+        let e = self.evaluation.as_ref()?;
+        Some((e.phase, e.slots.iter().filter(|s| s.reward.is_some()).count(), e.slots.len()))
+    }
+    /// All steps and evaluations of the job are done.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.evaluation.is_none() && self.job.steps >= self.job.spec.steps
+    }
+    /// Most episodes accepted and running at once.
+    #[must_use]
+    pub fn quota(&self) -> u64 {
+        (u64::from(self.job.spec.staleness_max) + 1) * self.job.spec.episodes_per_step()
+    }
+
+    fn group_size(&self) -> usize {
+        self.job.spec.group_size as usize
+    }
+
+    fn is_whole(&self, g: &OpenGroup) -> bool {
+        g.rollouts.len() >= self.group_size()
+    }
+
+    fn plan_evaluation(&mut self) {
+        let spec = &self.job.spec;
+        let due = |phase, asked| asked && self.job.evaluation(phase).is_none();
+        let phase = if self.job.steps == 0 && due(EvalPhase::Start, spec.evaluate.at_start) {
+            EvalPhase::Start
+        } else if self.job.steps >= spec.steps && due(EvalPhase::End, spec.evaluate.at_end) {
+            EvalPhase::End
+        } else {
+            self.evaluation = None;
+            return;
+        };
+        let mut slots = Vec::new();
+        for (set, tasks) in self.tasks.iter().enumerate() {
+            let n = u32::try_from(tasks.heldout.len()).unwrap_or(u32::MAX).max(1);
+            for (greedy, count) in [(false, spec.evaluate.samples), (true, spec.evaluate.greedy)] {
+                slots.extend((0..count).map(|i| EvalSlot {
+                    set,
+                    index: i % n,
+                    greedy,
+                    attempts: 0,
+                    running: None,
+                    reward: None,
+                }));
+            }
+        }
+        self.evaluation = Some(Evaluation { phase, slots });
+    }
+
+    /// Renews the caller's leases and gives it up to `want` more episodes.
+    ///
+    /// Returns the assignments, those of `running` that are no longer leased to `holder`, and why there are
+    /// fewer assignments than wanted.
+    pub fn handle_claim(
+        &mut self,
+        now: Timestamp,
+        holder: NodeId,
+        want: usize,
+        running: &[EpisodeId],
+    ) -> (Vec<Assignment>, Vec<EpisodeId>, Option<WaitReason>) {
+        self.handle_timeout(now);
+        let expires = now + Duration::from_millis(self.job.spec.lease_ttl_ms);
+        let mut revoked = Vec::new();
+        for id in running {
+            match self.leases.get_mut(id) {
+                Some(lease) if lease.holder == holder => lease.expires = expires,
+                _ => revoked.push(*id),
+            }
+        }
+        let mut given = Vec::new();
+        let mut wait = None;
+        while given.len() < want.min(CLAIM_MAX) {
+            match self.next_place() {
+                Ok(place) => given.push(self.lease(now, holder, place)),
+                Err(reason) => {
+                    wait = Some(reason);
+                    break;
+                }
+            }
+        }
+        (given, revoked, wait)
+    }
+
+    fn next_place(&mut self) -> Result<Place, WaitReason> {
+        if let Some(e) = &self.evaluation {
+            if self.leases.len() >= EVAL_RUNNING_MAX {
+                return Err(WaitReason::EvaluationFull);
+            }
+            let free = e.slots.iter().position(|s| s.reward.is_none() && s.running.is_none());
+            return free.map(Place::Eval).ok_or(WaitReason::EvaluationFull);
+        }
+        if self.job.steps >= self.job.spec.steps {
+            return Err(WaitReason::NoJob);
+        }
+        let size = self.group_size();
+        // Groups that lack episodes come first, so that a crash delays its group and not the batch after it.
+        let lacking = self.groups.iter().find(|(_, g)| g.rollouts.len() + g.running.len() < size);
+        if let Some((id, _)) = lacking {
+            return Ok(Place::Group(*id));
+        }
+        let (have, max) = (self.accepted() + self.running(), self.quota());
+        if have + size as u64 > max {
+            return Err(WaitReason::QuotaFull { have, max });
+        }
+        Ok(Place::Group(self.open_group()))
+    }
+
+    fn open_group(&mut self) -> GroupId {
+        // The set that is furthest behind its share; exact over any window, ties to the first.
+        let share = |i: usize| (self.groups_opened[i] as f64 + 1.0) / self.job.spec.tasks[i].weight;
+        let set = (0..self.tasks.len()).min_by(|a, b| share(*a).total_cmp(&share(*b))).unwrap_or(0);
+        let index = self.orders[set].nth(self.groups_opened[set]);
+        self.groups_opened[set] += 1;
+        let id = GroupId { term: self.term, seq: self.group_seq };
+        self.group_seq += 1;
+        let task = TaskRef {
+            set: self.job.spec.tasks[set].name.clone(),
+            index,
+            id: self.tasks[set].train[index as usize].id.clone(),
+        };
+        let group = OpenGroup { task, attempts: 0, running: BTreeSet::new(), rollouts: BTreeMap::new() };
+        self.groups.insert(id, group);
+        id
+    }
+
+    fn lease(&mut self, now: Timestamp, holder: NodeId, place: Place) -> Assignment {
+        let seed = self.draw();
+        let mut episode = [0; 16];
+        episode.copy_from_slice(&seed[..16]);
+        let episode = EpisodeId(episode);
+        let mut sampling = self.job.spec.sampling;
+        let (group, attempt, task, line, purpose) = match place {
+            Place::Group(id) => {
+                let set = self.set_index(&self.groups[&id].task.set);
+                #[expect(clippy::expect_used, reason = "next_place returned a group that is in the map")]
+                let g = self.groups.get_mut(&id).expect("group is open");
+                g.running.insert(episode);
+                g.attempts += 1;
+                let line = self.tasks[set].train[g.task.index as usize].line.clone();
+                (id, g.attempts - 1, g.task.clone(), line, Purpose::Train)
+            }
+            Place::Eval(slot) => {
+                #[expect(clippy::expect_used, reason = "next_place returned a slot of the evaluation")]
+                let e = self.evaluation.as_mut().expect("an evaluation runs");
+                let s = &mut e.slots[slot];
+                s.running = Some(episode);
+                s.attempts += 1;
+                if s.greedy {
+                    sampling = Sampling { temperature: 0.0, ..sampling };
+                }
+                let t = &self.tasks[s.set].heldout[s.index as usize];
+                let name = self.job.spec.tasks[s.set].name.clone();
+                let task = TaskRef { set: name, index: s.index, id: t.id.clone() };
+                let slot = u32::try_from(slot).unwrap_or(u32::MAX);
+                let purpose = Purpose::Eval { phase: e.phase, greedy: s.greedy, slot };
+                (GroupId::default(), s.attempts - 1, task, t.line.clone(), purpose)
+            }
+        };
+        let ttl = self.job.spec.lease_ttl_ms;
+        let expires = now + Duration::from_millis(ttl);
+        self.leases.insert(episode, Lease { holder, expires, place });
+        self.counts.assigned += 1;
+        Assignment {
+            job: self.job.job,
+            model: self.job.spec.model.clone(),
+            episode,
+            group,
+            attempt,
+            task,
+            task_line: line,
+            purpose,
+            policy_version: self.version,
+            term: self.term,
+            seed: u64::from_le_bytes([seed[16], seed[17], seed[18], seed[19], seed[20], seed[21], seed[22], seed[23]]),
+            sampling,
+            lease_expires: expires,
+            lease_ttl_ms: ttl,
+            replication: self.job.spec.replication,
+        }
+    }
+
+    /// Ids and seeds follow from job, term and count: replays are exact, and two leaders never draw the same.
+    fn draw(&mut self) -> [u8; 32] {
+        let mut h = blake3::Hasher::new();
+        h.update(b"starling/episode/1").update(&self.job.job.0).update(&self.job.spec.seed.to_le_bytes());
+        h.update(&self.term.0.to_le_bytes()).update(&self.episode_seq.to_le_bytes());
+        self.episode_seq += 1;
+        *h.finalize().as_bytes()
+    }
+
+    fn set_index(&self, name: &str) -> usize {
+        self.job.spec.tasks.iter().position(|t| t.name == name).unwrap_or(0)
+    }
+
+    fn release(&mut self, episode: EpisodeId) -> Option<Lease> {
+        let lease = self.leases.remove(&episode)?;
+        match lease.place {
+            Place::Group(id) => {
+                if let Some(g) = self.groups.get_mut(&id) {
+                    g.running.remove(&episode);
+                }
+            }
+            Place::Eval(slot) => {
+                if let Some(s) = self.evaluation.as_mut().and_then(|e| e.slots.get_mut(slot))
+                    && s.running == Some(episode)
+                {
+                    s.running = None;
+                }
+            }
+        }
+        Some(lease)
+    }
+
+    /// The holder gives an episode up; its place is free for a replacement. `false` when `holder` had no lease on it.
+    pub fn handle_abort(&mut self, holder: NodeId, episode: EpisodeId) -> bool {
+        if self.leases.get(&episode).is_none_or(|l| l.holder != holder) {
+            return false;
+        }
+        self.release(episode);
+        self.counts.aborted += 1;
+        true
+    }
+
+    /// Ends leases that ran out.
+    pub fn handle_timeout(&mut self, now: Timestamp) {
+        let over: Vec<EpisodeId> = self.leases.iter().filter(|(_, l)| l.expires <= now).map(|(id, _)| *id).collect();
+        for id in over {
+            self.release(id);
+            self.counts.expired += 1;
+        }
+    }
+
+    /// When [`Ledger::handle_timeout`] has something to do.
+    #[must_use]
+    pub fn poll_timeout(&self) -> Option<Timestamp> {
+        self.leases.values().map(|l| l.expires).min()
+    }
+
+    /// Takes a verified rollout, whoever delivered it and how often.
+    pub fn handle_rollout(&mut self, v: VerifiedRollout) -> Admission {
+        let admission = self.admit(v);
+        match &admission {
+            Admission::Accepted => self.counts.accepted += 1,
+            Admission::Ignored(_) => self.counts.ignored += 1,
+            Admission::Invalid(_) => self.counts.invalid += 1,
+        }
+        admission
+    }
+
+    fn admit(&mut self, v: VerifiedRollout) -> Admission {
+        let r = &v.rollout;
+        if r.job != self.job.job || r.model != self.job.spec.model {
+            return Admission::Invalid(format!("rollout of job {}, expected {}", r.job, self.job.job));
+        }
+        if self.consumed.contains(&v.id) {
+            return Admission::Ignored(Surplus::Consumed);
+        }
+        if let Some(newest) = r.timelines.iter().flat_map(|t| t.policy_versions.iter().max()).max()
+            && *newest > self.version
+        {
+            return Admission::Invalid(format!("sampled by version {newest}, the newest is {}", self.version));
+        }
+        let lease = self.release(r.episode);
+        match r.purpose {
+            Purpose::Eval { phase, greedy, slot } => self.admit_eval(&v, phase, greedy, slot),
+            Purpose::Train => self.admit_train(v, lease.is_some()),
+        }
+    }
+
+    fn admit_eval(&mut self, v: &VerifiedRollout, phase: EvalPhase, greedy: bool, slot: u32) -> Admission {
+        let Some(e) = self.evaluation.as_mut().filter(|e| e.phase == phase) else {
+            return Admission::Ignored(Surplus::EvaluationOver);
+        };
+        let Some(s) = e.slots.get_mut(slot as usize).filter(|s| s.greedy == greedy) else {
+            return Admission::Invalid(format!("evaluation slot {slot}, greedy {greedy}: not in the plan"));
+        };
+        if s.reward.is_some() {
+            return Admission::Ignored(Surplus::EvaluationOver);
+        }
+        if v.oldest_version().is_some_and(|o| o != self.version) {
+            return Admission::Ignored(Surplus::Stale);
+        }
+        s.reward = Some(v.rollout.reward);
+        if let Some(other) = s.running.take() {
+            self.leases.remove(&other);
+        }
+        Admission::Accepted
+    }
+
+    fn admit_train(&mut self, v: VerifiedRollout, leased: bool) -> Admission {
+        let id = v.rollout.group;
+        if !self.groups.contains_key(&id) {
+            // A group of an earlier term whose leader is gone: its rollouts are as good as any.
+            if id.term >= self.term || leased {
+                return Admission::Invalid(format!("group {id:?} was not opened in term {}", self.term));
+            }
+            let set = self.job.spec.tasks.iter().position(|t| t.name == v.rollout.task.set);
+            let known = set.and_then(|s| self.tasks[s].train.get(v.rollout.task.index as usize));
+            if known.is_none_or(|t| t.id != v.rollout.task.id) {
+                return Admission::Invalid(format!("unknown task {:?}", v.rollout.task));
+            }
+            if self.is_stale(v.oldest_version()) {
+                return Admission::Ignored(Surplus::Stale);
+            }
+            let task = v.rollout.task.clone();
+            self.groups.insert(id, OpenGroup { task, attempts: 0, running: BTreeSet::new(), rollouts: BTreeMap::new() });
+        }
+        let (size, stale) = (self.group_size(), self.is_stale(v.oldest_version()));
+        let (in_training, version) = (self.training.contains(&id), self.version);
+        #[expect(clippy::expect_used, reason = "inserted just above when it was missing")]
+        let group = self.groups.get_mut(&id).expect("group is open");
+        if group.task != v.rollout.task {
+            return Admission::Invalid(format!("task {:?}, its group has {:?}", v.rollout.task, group.task));
+        }
+        if group.rollouts.contains_key(&v.id) {
+            return Admission::Ignored(Surplus::Known);
+        }
+        if in_training || group.rollouts.len() >= size {
+            return Admission::Ignored(Surplus::GroupFull);
+        }
+        if stale {
+            return Admission::Ignored(Surplus::Stale);
+        }
+        if group.rollouts.values().any(|o| o.rollout.episode == v.rollout.episode) {
+            return Admission::Invalid(format!("a second rollout of episode {}", v.rollout.episode));
+        }
+        let oldest_version = v.oldest_version().unwrap_or(version);
+        group.rollouts.insert(v.id, AcceptedRollout { id: v.id, rollout: v.rollout, oldest_version });
+        if group.rollouts.len() >= size {
+            // A late rollout filled the place of its replacement: that one is surplus now.
+            let surplus: Vec<EpisodeId> = std::mem::take(&mut group.running).into_iter().collect();
+            for e in surplus {
+                self.leases.remove(&e);
+            }
+        }
+        Admission::Accepted
+    }
+
+    fn is_stale(&self, oldest: Option<PolicyVersion>) -> bool {
+        oldest.is_some_and(|o| self.version.0.saturating_sub(o.0) > u64::from(self.job.spec.staleness_max))
+    }
+
+    /// The next step's batch, once the collection rule is met and no other batch is being trained.
+    /// Its groups stay out of reach until [`Ledger::handle_committed`] or [`Ledger::handle_step_failed`].
+    pub fn take_batch(&mut self) -> Option<TrainingBatch> {
+        if !self.training.is_empty() || self.evaluation.is_some() || self.job.steps >= self.job.spec.steps {
+            return None;
+        }
+        self.drop_stale_groups();
+        let target = self.job.spec.groups_per_step as usize;
+        let mut counted = 0;
+        let mut picked = Vec::new();
+        for (id, group) in self.groups.iter().filter(|(_, g)| self.is_whole(g)) {
+            if counted == target {
+                break;
+            }
+            let rewards: Vec<f32> = group.rollouts.values().map(|r| r.rollout.reward).collect();
+            let advantages = group_advantages(self.job.spec.trainer.advantage, &rewards);
+            counted += usize::from(advantages.is_some() || self.job.spec.collection == CollectionRule::Groups);
+            picked.push(RolloutGroup {
+                id: *id,
+                task: group.task.clone(),
+                rollouts: group.rollouts.values().cloned().collect(),
+                advantages,
+            });
+        }
+        // Groups without a gradient fill the quota but not the batch: once they take all of it, go on with what
+        // there is, or a model that always (or never) succeeds would wait for ever.
+        let quota_spent = self.accepted() + u64::from(self.job.spec.group_size) > self.quota();
+        if counted < target && !(quota_spent && self.leases.is_empty() && !picked.is_empty()) {
+            return None;
+        }
+        self.training = picked.iter().map(|g| g.id).collect();
+        Some(TrainingBatch { version: self.version, groups: picked, groups_opened: self.groups_opened.clone() })
+    }
+
+    fn drop_stale_groups(&mut self) {
+        let stale: Vec<GroupId> = self
+            .groups
+            .iter()
+            .filter(|(_, g)| g.rollouts.values().any(|r| self.is_stale(Some(r.oldest_version))))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in stale {
+            if let Some(g) = self.groups.remove(&id) {
+                self.counts.stale_dropped += g.rollouts.len() as u64;
+                for e in g.running {
+                    self.leases.remove(&e);
+                }
+            }
+        }
+    }
+
+    /// The batch's step was committed as `version`.
+    pub fn handle_committed(&mut self, version: PolicyVersion, consumed: &[RolloutId]) {
+        self.version = version;
+        self.job.steps += 1;
+        for id in std::mem::take(&mut self.training) {
+            self.groups.remove(&id);
+        }
+        self.consumed.extend(consumed);
+        self.drop_stale_groups();
+        self.plan_evaluation();
+        if self.job.steps >= self.job.spec.steps {
+            // Nothing more trains: what still runs is of no use.
+            self.groups.clear();
+            self.leases.clear();
+        }
+    }
+
+    /// The step was not committed; its groups may train again.
+    pub fn handle_step_failed(&mut self) {
+        self.training.clear();
+    }
+
+    /// The evaluation that runs, once every place has its reward.
+    #[must_use]
+    pub fn finished_evaluation(&self) -> Option<EvaluationCompleted> {
+        let e = self.evaluation.as_ref()?;
+        if e.slots.iter().any(|s| s.reward.is_none()) {
+            return None;
+        }
+        let score = |set: usize| {
+            let of = |greedy: bool| -> Vec<f64> {
+                let of_set = e.slots.iter().filter(|s| s.set == set && s.greedy == greedy);
+                of_set.filter_map(|s| s.reward.map(f64::from)).collect()
+            };
+            let (sampled, greedy) = (of(false), of(true));
+            let mean = |v: &[f64]| if v.is_empty() { 0.0 } else { v.iter().sum::<f64>() / v.len() as f64 };
+            let m = mean(&sampled);
+            let n = sampled.len() as f64;
+            let var = if n > 1.0 { sampled.iter().map(|r| (r - m).powi(2)).sum::<f64>() / (n - 1.0) } else { 0.0 };
+            EvalScore {
+                samples: u32::try_from(sampled.len()).unwrap_or(u32::MAX),
+                mean: m,
+                ci95: if n > 0.0 { 1.96 * (var / n).sqrt() } else { 0.0 },
+                greedy_samples: u32::try_from(greedy.len()).unwrap_or(u32::MAX),
+                greedy_mean: mean(&greedy),
+            }
+        };
+        let scores = self.job.spec.tasks.iter().enumerate().map(|(i, t)| (t.name.clone(), score(i))).collect();
+        Some(EvaluationCompleted { job: self.job.job, phase: e.phase, version: self.version, scores })
+    }
+
+    /// The finished evaluation stands in the log.
+    pub fn handle_evaluated(&mut self, e: EvaluationCompleted) {
+        self.job.evaluations.push(e);
+        self.leases.retain(|_, l| matches!(l.place, Place::Group(_)));
+        self.plan_evaluation();
+    }
+}

@@ -1,0 +1,35 @@
+//! The sans-IO core of Starling: ids, wire types, state machines and checks.
+//!
+//! Nothing here opens a socket or a file, reads a clock or draws a random number. Time comes in as
+//! [`Timestamp`], randomness as seeds, and what must happen comes out as values. The same code runs
+//! in a node, in the simulator and in a property test.
+//!
+//! The way of an episode through the types, one direction:
+//!
+//! ```text
+//! TaskSet ─▶ Ledger ─▶ Assignment ─▶ TimelineTree ─▶ Rollout ─▶ SealedRollout ─▶ VerifiedRollout
+//!        ─▶ RolloutGroup ─▶ TrainingBatch ─▶ StepCommitted
+//! ```
+#![forbid(unsafe_code)]
+
+pub mod advantage;
+pub mod assignment;
+pub mod codec;
+pub mod control;
+pub mod ids;
+pub mod job;
+pub mod ledger;
+pub mod manifest;
+pub mod placement;
+pub mod record;
+pub mod rollout;
+pub mod signed;
+pub mod task;
+pub mod time;
+pub mod timeline;
+pub mod wire;
+
+pub use ids::{
+    EpisodeId, EpisodeKey, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, TaskRef, Term,
+};
+pub use time::Timestamp;

@@ -1,0 +1,136 @@
+//! Node records: what a node says of itself, signed, with a sequence number.
+
+use crate::codec::{DecodeError, decode, encode};
+use crate::ids::{ModelName, NodeId, PolicyVersion};
+use crate::signed::{Domain, Signature, Signer, Verifier};
+use serde::{Deserialize, Serialize};
+
+/// Longest encoded record: it travels by gossip.
+pub const RECORD_LEN_BYTES_MAX: usize = 8 << 10;
+
+/// What a node does. A node may have several roles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// Hosts models, serves and trains them, holds rollouts.
+    Server,
+    /// Runs agents.
+    Client,
+    /// Votes, holds rollouts, never optimizes.
+    Witness,
+}
+
+impl std::str::FromStr for Role {
+    type Err = crate::ids::ParseIdError;
+    fn from_str(s: &str) -> Result<Self, Self::Err> {
+        match s {
+            "server" => Ok(Self::Server),
+            "client" => Ok(Self::Client),
+            "witness" => Ok(Self::Witness),
+            _ => Err(crate::ids::ParseIdError {
+                kind: "role",
+                expected: "server, client or witness, with commas between several",
+                got: s.chars().take(80).collect(),
+            }),
+        }
+    }
+}
+
+/// A model as a server hosts it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostedModel {
+    /// Its name.
+    pub model: ModelName,
+    /// The version it serves now.
+    pub version: PolicyVersion,
+    /// Sequences running and waiting.
+    pub queue: u32,
+}
+
+/// What a node says of itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct NodeRecord {
+    /// Who.
+    pub node: NodeId,
+    /// Milliseconds since the epoch when it was made; a higher number replaces a lower one.
+    pub sequence: u64,
+    /// What it does; sorted, without repetition.
+    pub roles: Vec<Role>,
+    /// The program's version.
+    pub version: String,
+    /// Where it can be dialled, as multiaddr text.
+    pub addresses: Vec<String>,
+    /// The device it computes on, e.g. `cpu` or `cuda:0 NVIDIA H200`.
+    pub device: String,
+    /// Memory of that device in bytes.
+    pub memory_bytes: u64,
+    /// Cores.
+    pub cores: u32,
+    /// Models that it serves.
+    pub models: Vec<HostedModel>,
+    /// Free space for rollouts and weights, in bytes.
+    pub storage_free_bytes: u64,
+    /// Agents that it runs at once; 0 without the client role.
+    pub agent_slots: u32,
+}
+
+impl NodeRecord {
+    /// Whether the node has `role`.
+    #[must_use]
+    pub fn has(&self, role: Role) -> bool {
+        self.roles.contains(&role)
+    }
+    /// Whether the node holds rollouts for others.
+    #[must_use]
+    pub fn holds_rollouts(&self) -> bool {
+        self.has(Role::Server) || self.has(Role::Witness)
+    }
+}
+
+/// A node record as it travels.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SignedRecord {
+    /// The encoded [`NodeRecord`].
+    #[serde(with = "serde_bytes")]
+    pub body: Vec<u8>,
+    /// By the node itself.
+    pub signature: Signature,
+}
+
+/// Why a node record is refused. The sender's fault.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RecordError {
+    /// Not a record.
+    #[error(transparent)]
+    Decode(#[from] DecodeError),
+    /// The signature is not the node's.
+    #[error("node record of {node}: signature by {signer} does not verify")]
+    BadSignature {
+        /// Whose record it claims to be.
+        node: NodeId,
+        /// Who signed.
+        signer: NodeId,
+    },
+}
+
+impl SignedRecord {
+    /// Signs `record`, whose node must be the signer.
+    #[must_use]
+    pub fn seal(record: &NodeRecord, signer: &dyn Signer) -> Self {
+        let body = encode(record);
+        let signature = Signature::new(signer, Domain::NodeRecord, &body);
+        Self { body, signature }
+    }
+    /// Checks the signature and returns the record.
+    ///
+    /// # Errors
+    /// [`RecordError`] when it is malformed or not signed by its node.
+    pub fn verify(&self, verifier: &dyn Verifier) -> Result<NodeRecord, RecordError> {
+        let record: NodeRecord = decode("node record", &self.body, RECORD_LEN_BYTES_MAX)?;
+        if record.node == self.signature.signer && self.signature.verifies(verifier, Domain::NodeRecord, &self.body) {
+            Ok(record)
+        } else {
+            Err(RecordError::BadSignature { node: record.node, signer: self.signature.signer })
+        }
+    }
+}

@@ -1,0 +1,369 @@
+//! The rollout: the sealed, immutable record of an episode, and its verification.
+//!
+//! `Rollout` ─seal▶ `SealedRollout` (bytes, id) ─verify▶ [`VerifiedRollout`]. Only the last one is trained on.
+
+use crate::assignment::{Assignment, Purpose};
+use crate::codec::{DecodeError, decode, encode};
+use crate::ids::{EpisodeId, GroupId, JobId, ModelName, NodeId, PolicyVersion, RolloutId, TaskRef, Term};
+use crate::signed::{Domain, Signature, Signer, Verifier};
+use crate::time::Timestamp;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// First bytes of every envelope.
+pub const ENVELOPE_MAGIC: [u8; 4] = *b"STRL";
+/// Format of the envelope and its body.
+pub const ENVELOPE_VERSION: u16 = 1;
+/// Longest envelope: 4 timelines × 128 Ki tokens × 8 bytes = 4 MiB.
+pub const ROLLOUT_LEN_BYTES_MAX: usize = 4 << 20;
+/// Most timelines in an episode.
+pub const TIMELINES_MAX: usize = 256;
+
+/// Why a turn ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinishReason {
+    /// A stop token or a stop text.
+    Stop,
+    /// The token limit of the turn or of the context.
+    Length,
+    /// A complete tool call.
+    ToolCalls,
+}
+
+/// One model's token sequence in an episode: what trains.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Timeline {
+    /// Token ids, prompt and answers in order.
+    pub tokens: Vec<u32>,
+    /// Same length; true where the token was sampled here and trains. A token that several timelines share
+    /// is true in one of them only.
+    pub loss_mask: Vec<bool>,
+    /// Same length; natural logarithm of the probability under the weights that sampled the token, at
+    /// temperature 1 and without truncation; 0 where the mask is false.
+    pub behaviour_logprobs: Vec<f32>,
+    /// Same length; the version that sampled the token, 0 where the mask is false.
+    pub policy_versions: Vec<PolicyVersion>,
+}
+
+/// The serving node's word for one turn: these tokens were sampled here, by this version.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Receipt {
+    /// Of [`receipt_body`].
+    pub signature: Signature,
+}
+
+/// What a receipt signs: model, prompt, tokens, logprobs and versions of one turn.
+#[must_use]
+pub fn receipt_body(
+    model: &ModelName,
+    prompt: &[u32],
+    tokens: &[u32],
+    logprobs: &[f32],
+    versions: &[PolicyVersion],
+) -> Vec<u8> {
+    encode(&(model, prompt, tokens, logprobs, versions))
+}
+
+/// One model call of the episode.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Turn {
+    /// Timeline in which the call's tokens lie.
+    pub timeline: u32,
+    /// Prompt length in tokens: the call saw `tokens[..prompt_len]` of that timeline.
+    pub prompt_len: u32,
+    /// Sampled tokens, which follow the prompt.
+    pub completion_len: u32,
+    /// Why it ended.
+    pub finish: FinishReason,
+    /// Sampling temperature of the call.
+    pub temperature: f32,
+    /// Wall time of the call in milliseconds.
+    pub duration_ms: u32,
+    /// The server's word.
+    pub receipt: Receipt,
+    /// Why this call did not continue an earlier timeline; `None` when it did, or was the first.
+    pub fork_cause: Option<String>,
+}
+
+/// The record of an episode.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Rollout {
+    /// The job.
+    pub job: JobId,
+    /// The model.
+    pub model: ModelName,
+    /// The run.
+    pub episode: EpisodeId,
+    /// Its group.
+    pub group: GroupId,
+    /// Its task.
+    pub task: TaskRef,
+    /// Training or evaluation.
+    pub purpose: Purpose,
+    /// Term of the leader that gave the lease.
+    pub lease_term: Term,
+    /// The gateway that recorded it.
+    pub gateway: NodeId,
+    /// Who ran the agent, in words: the program's name or the caller's.
+    pub agent: String,
+    /// At least one, unless the agent made no call.
+    pub timelines: Vec<Timeline>,
+    /// Calls in the order in which they ended.
+    pub turns: Vec<Turn>,
+    /// The episode's reward; finite.
+    pub reward: f32,
+    /// Whatever else the agent reported; finite.
+    pub metrics: BTreeMap<String, f32>,
+    /// On the gateway's clock.
+    pub started: Timestamp,
+    /// On the gateway's clock.
+    pub ended: Timestamp,
+}
+
+/// Why bytes are not a rollout that may be trained on. Permanent; whoever sealed it is at fault.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum RolloutError {
+    /// Not an envelope, or not its body.
+    #[error(transparent)]
+    Decode(#[from] DecodeError),
+    /// Not this kind of file.
+    #[error("rollout: expected magic {ENVELOPE_MAGIC:?} and version {ENVELOPE_VERSION}, got {magic:?} and {version}")]
+    Format {
+        /// First bytes.
+        magic: [u8; 4],
+        /// Version.
+        version: u16,
+    },
+    /// The hash is not the one asked for.
+    #[error("rollout {expected}: the bytes have hash {got}")]
+    WrongHash {
+        /// Asked for.
+        expected: RolloutId,
+        /// What came.
+        got: RolloutId,
+    },
+    /// The gateway's signature does not verify.
+    #[error("rollout of episode {episode}: signature by {signer} does not verify for gateway {gateway}")]
+    BadSignature {
+        /// The episode.
+        episode: EpisodeId,
+        /// Who sealed it.
+        gateway: NodeId,
+        /// Who signed.
+        signer: NodeId,
+    },
+    /// A server's receipt does not verify.
+    #[error("rollout of episode {episode}: turn {turn}: receipt by {signer} does not verify")]
+    BadReceipt {
+        /// The episode.
+        episode: EpisodeId,
+        /// Which turn.
+        turn: usize,
+        /// Who signed.
+        signer: NodeId,
+    },
+    /// A field is out of range.
+    #[error("rollout of episode {episode}: field `{field}`: expected {expected}, got {got}")]
+    Field {
+        /// The episode.
+        episode: EpisodeId,
+        /// Path of the field.
+        field: String,
+        /// What it must be.
+        expected: &'static str,
+        /// What it is.
+        got: String,
+    },
+}
+
+#[derive(Serialize, Deserialize)]
+struct Envelope {
+    magic: [u8; 4],
+    version: u16,
+    #[serde(with = "serde_bytes")]
+    body: Vec<u8>,
+    signature: Signature,
+}
+
+/// A rollout's immutable bytes and their address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SealedRollout {
+    /// blake3 of `bytes`.
+    pub id: RolloutId,
+    /// The envelope.
+    pub bytes: Vec<u8>,
+}
+
+/// A rollout that passed [`verify_rollout`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct VerifiedRollout {
+    /// Its address.
+    pub id: RolloutId,
+    /// What it says.
+    pub rollout: Rollout,
+}
+
+impl VerifiedRollout {
+    /// The oldest version that sampled a trained token; `None` when no token trains.
+    #[must_use]
+    pub fn oldest_version(&self) -> Option<PolicyVersion> {
+        let sampled = |t: &Timeline| {
+            t.loss_mask.iter().zip(&t.policy_versions).filter(|(m, _)| **m).map(|(_, v)| *v).min()
+        };
+        self.rollout.timelines.iter().filter_map(sampled).min()
+    }
+}
+
+impl Rollout {
+    /// An empty record for `assignment`, to be filled by the gateway.
+    #[must_use]
+    pub fn begin(assignment: &Assignment, gateway: NodeId, agent: String, now: Timestamp) -> Self {
+        Self {
+            job: assignment.job,
+            model: assignment.model.clone(),
+            episode: assignment.episode,
+            group: assignment.group,
+            task: assignment.task.clone(),
+            purpose: assignment.purpose,
+            lease_term: assignment.term,
+            gateway,
+            agent,
+            timelines: Vec::new(),
+            turns: Vec::new(),
+            reward: 0.0,
+            metrics: BTreeMap::new(),
+            started: now,
+            ended: now,
+        }
+    }
+
+    /// Seals the record as `signer`, which must be [`Rollout::gateway`].
+    ///
+    /// # Errors
+    /// [`RolloutError::Field`] when a field is out of range, so that nothing invalid is ever sealed.
+    pub fn seal(&self, signer: &dyn Signer) -> Result<SealedRollout, RolloutError> {
+        self.check()?;
+        let body = encode(self);
+        let signature = Signature::new(signer, Domain::Rollout, &body);
+        let bytes = encode(&Envelope { magic: ENVELOPE_MAGIC, version: ENVELOPE_VERSION, body, signature });
+        if bytes.len() > ROLLOUT_LEN_BYTES_MAX {
+            return Err(self.field("timelines", "an envelope of at most 4 MiB", bytes.len()));
+        }
+        Ok(SealedRollout { id: RolloutId::of(&bytes), bytes })
+    }
+
+    fn field(&self, field: impl Into<String>, expected: &'static str, got: impl ToString) -> RolloutError {
+        RolloutError::Field { episode: self.episode, field: field.into(), expected, got: got.to_string() }
+    }
+
+    fn check(&self) -> Result<(), RolloutError> {
+        if !self.reward.is_finite() {
+            return Err(self.field("reward", "a finite number", self.reward));
+        }
+        if let Some((k, v)) = self.metrics.iter().find(|(_, v)| !v.is_finite()) {
+            return Err(self.field(format!("metrics.{k}"), "a finite number", v));
+        }
+        if self.timelines.len() > TIMELINES_MAX {
+            return Err(self.field("timelines", "at most 256", self.timelines.len()));
+        }
+        for (i, t) in self.timelines.iter().enumerate() {
+            let n = t.tokens.len();
+            if t.loss_mask.len() != n || t.behaviour_logprobs.len() != n || t.policy_versions.len() != n {
+                let got = format!(
+                    "{n} tokens, {} mask, {} logprobs, {} versions",
+                    t.loss_mask.len(),
+                    t.behaviour_logprobs.len(),
+                    t.policy_versions.len()
+                );
+                return Err(self.field(format!("timelines[{i}]"), "four lists of one length", got));
+            }
+            if let Some(j) = t.behaviour_logprobs.iter().position(|l| !l.is_finite() || *l > 1e-3) {
+                let got = t.behaviour_logprobs[j];
+                return Err(self.field(format!("timelines[{i}].behaviour_logprobs[{j}]"), "finite, at most 0", got));
+            }
+        }
+        for (i, turn) in self.turns.iter().enumerate() {
+            let fits = self.timelines.get(turn.timeline as usize).is_some_and(|t| {
+                u64::from(turn.prompt_len) + u64::from(turn.completion_len) <= t.tokens.len() as u64
+            });
+            if !fits {
+                return Err(self.field(format!("turns[{i}]"), "a span inside its timeline", turn.timeline));
+            }
+        }
+        let trained: usize = self.timelines.iter().map(|t| t.loss_mask.iter().filter(|m| **m).count()).sum();
+        let sampled: u64 = self.turns.iter().map(|t| u64::from(t.completion_len)).sum();
+        if trained as u64 > sampled {
+            return Err(self.field("loss_mask", "true on sampled tokens only", trained));
+        }
+        Ok(())
+    }
+
+    fn check_receipts(&self, verifier: &dyn Verifier) -> Result<(), RolloutError> {
+        for (i, turn) in self.turns.iter().enumerate() {
+            let t = &self.timelines[turn.timeline as usize];
+            let (from, to) = (turn.prompt_len as usize, (turn.prompt_len + turn.completion_len) as usize);
+            // A fork's shared tokens are masked out in all timelines but one; a receipt covers the turn in the
+            // timeline that trains on it, where logprobs and versions stand.
+            let body = receipt_body(
+                &self.model,
+                &t.tokens[..from],
+                &t.tokens[from..to],
+                &t.behaviour_logprobs[from..to],
+                &t.policy_versions[from..to],
+            );
+            if !turn.receipt.signature.verifies(verifier, Domain::Receipt, &body) {
+                return Err(RolloutError::BadReceipt {
+                    episode: self.episode,
+                    turn: i,
+                    signer: turn.receipt.signature.signer,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Checks hash, format, signature, receipts and every field of `bytes`, which should be rollout `id`.
+///
+/// # Errors
+/// [`RolloutError`]; nothing that fails here may be stored as a rollout, counted or trained on.
+pub fn verify_rollout(id: RolloutId, bytes: &[u8], verifier: &dyn Verifier) -> Result<VerifiedRollout, RolloutError> {
+    let got = RolloutId::of(bytes);
+    if got != id {
+        return Err(RolloutError::WrongHash { expected: id, got });
+    }
+    let rollout = open_rollout(bytes, verifier)?;
+    rollout.check()?;
+    rollout.check_receipts(verifier)?;
+    Ok(VerifiedRollout { id, rollout })
+}
+
+/// Checks format and signature only, as a holder does that stores a rollout for others.
+///
+/// # Errors
+/// [`RolloutError`] when it is not an envelope signed by its gateway.
+pub fn open_rollout(bytes: &[u8], verifier: &dyn Verifier) -> Result<Rollout, RolloutError> {
+    let env: Envelope = decode("rollout envelope", bytes, ROLLOUT_LEN_BYTES_MAX)?;
+    if env.magic != ENVELOPE_MAGIC || env.version != ENVELOPE_VERSION {
+        return Err(RolloutError::Format { magic: env.magic, version: env.version });
+    }
+    let rollout: Rollout = decode("rollout", &env.body, ROLLOUT_LEN_BYTES_MAX)?;
+    if env.signature.signer != rollout.gateway || !env.signature.verifies(verifier, Domain::Rollout, &env.body) {
+        return Err(RolloutError::BadSignature {
+            episode: rollout.episode,
+            gateway: rollout.gateway,
+            signer: env.signature.signer,
+        });
+    }
+    Ok(rollout)
+}
+
+/// Reads a rollout from a store that verified it on the way in.
+///
+/// # Errors
+/// [`RolloutError`] when the bytes are not an envelope.
+pub fn read_rollout(bytes: &[u8]) -> Result<Rollout, RolloutError> {
+    let env: Envelope = decode("rollout envelope", bytes, ROLLOUT_LEN_BYTES_MAX)?;
+    Ok(decode("rollout", &env.body, ROLLOUT_LEN_BYTES_MAX)?)
+}

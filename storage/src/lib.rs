@@ -1,0 +1,44 @@
+//! What a node keeps on disk, behind one trait with two implementations.
+//!
+//! [`Store`] is bytes in column families ([`Family`]) with atomic batches and two promises of
+//! durability ([`Durability`]). [`RocksStore`] keeps them in RocksDB; [`MemoryStore`] is its twin for the
+//! simulator and can lose what was not synced. Both pass the contract suite in `suite.rs`.
+//!
+//! The modules above the trait give the bytes a meaning and check it on the way in and out:
+//!
+//! | module | keeps | key |
+//! |---|---|---|
+//! | [`blobs`] | chunks of weights and files | blake3 of the bytes |
+//! | [`rollouts`] | sealed envelopes, indexed by job | blake3 of the envelope |
+//! | [`consumed`] | which step used a rollout up | rollout id |
+//! | [`acknowledged`] | what this gateway promised to keep | rollout id |
+//! | [`steps`] | committed steps, for audits | model, version |
+//! | [`raft_log`] | log and metadata of a Raft group | model, index |
+//! | [`audit`] | nothing; compares the stores of many nodes | |
+//!
+//! All functions block: call them from a blocking thread. None keeps state of its own, so a store may be
+//! shared freely; a write that returned with [`Durability::Synced`] is there after any crash.
+
+pub mod acknowledged;
+pub mod audit;
+pub mod blobs;
+pub mod consumed;
+mod disk;
+pub mod error;
+pub mod memory;
+pub mod raft_log;
+pub mod rocks;
+pub mod rollouts;
+pub mod schema;
+pub mod steps;
+pub mod store;
+#[doc(hidden)]
+pub mod suite;
+
+pub use acknowledged::Acknowledged;
+pub use audit::{AuditReport, audit};
+pub use error::StoreError;
+pub use memory::MemoryStore;
+pub use raft_log::{RaftLog, RaftMeta};
+pub use rocks::{RocksOptions, RocksStore};
+pub use store::{Batch, Durability, Family, KeyValue, Op, SharedStore, Store};
