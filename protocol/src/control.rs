@@ -8,8 +8,9 @@ use crate::ids::{JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term};
 use crate::job::JobSpec;
 use crate::manifest::Manifest;
 use crate::time::Timestamp;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 /// The files of a model beside its weights (`config.json`, `tokenizer.json`, …), by name.
 pub type ModelFiles = BTreeMap<String, Manifest>;
@@ -225,6 +226,95 @@ impl JobState {
     }
 }
 
+/// The consumed rollouts of a model, each with the version that used it.
+///
+/// It only grows, and every replica hands out snapshots of it all the time, so a clone must not copy it: it is a
+/// short list of sorted, shared runs. A step appends a run, and a run is merged into the one before it once that is
+/// at most twice as long; so there are O(log n) runs and each rollout is copied O(log n) times in all.
+#[derive(Clone, Default)]
+pub struct Consumed {
+    runs: Vec<Arc<[(RolloutId, PolicyVersion)]>>,
+}
+
+impl Consumed {
+    /// The version that used `rollout`, if one did.
+    #[must_use]
+    pub fn get(&self, rollout: &RolloutId) -> Option<PolicyVersion> {
+        self.runs.iter().find_map(|run| {
+            let at = run.binary_search_by_key(rollout, |(id, _)| *id).ok()?;
+            Some(run[at].1)
+        })
+    }
+    /// Whether a step used `rollout`.
+    #[must_use]
+    pub fn contains_key(&self, rollout: &RolloutId) -> bool {
+        self.get(rollout).is_some()
+    }
+    /// How many there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.runs.iter().map(|run| run.len()).sum()
+    }
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+    /// All of them, ascending by id. Copies everything.
+    #[must_use]
+    pub fn to_sorted(&self) -> Vec<(RolloutId, PolicyVersion)> {
+        let mut all: Vec<_> = self.runs.iter().flat_map(|run| run.iter().copied()).collect();
+        all.sort_unstable();
+        all
+    }
+    /// Adds rollouts that are not in it yet.
+    pub fn extend(&mut self, rollouts: impl IntoIterator<Item = (RolloutId, PolicyVersion)>) {
+        let mut newest: Vec<_> = rollouts.into_iter().collect();
+        if newest.is_empty() {
+            return;
+        }
+        newest.sort_unstable();
+        while let Some(run) = self.runs.pop_if(|run| run.len() <= 2 * newest.len()) {
+            newest.extend_from_slice(&run);
+            newest.sort_unstable(); // two sorted halves: the sort finds them and merges
+        }
+        self.runs.push(newest.into());
+    }
+}
+
+impl std::fmt::Debug for Consumed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Consumed({} rollouts)", self.len())
+    }
+}
+
+impl PartialEq for Consumed {
+    fn eq(&self, other: &Self) -> bool {
+        self.len() == other.len() && self.to_sorted() == other.to_sorted()
+    }
+}
+
+impl FromIterator<(RolloutId, PolicyVersion)> for Consumed {
+    fn from_iter<I: IntoIterator<Item = (RolloutId, PolicyVersion)>>(rollouts: I) -> Self {
+        let mut consumed = Self::default();
+        consumed.extend(rollouts);
+        consumed
+    }
+}
+
+// The same form as a map from rollout to version.
+impl Serialize for Consumed {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_map(self.to_sorted())
+    }
+}
+
+impl<'de> Deserialize<'de> for Consumed {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        BTreeMap::<RolloutId, PolicyVersion>::deserialize(d).map(Self::from_iter)
+    }
+}
+
 /// What a model's log adds up to.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ModelState {
@@ -243,7 +333,7 @@ pub struct ModelState {
     /// Jobs in the order of submission.
     pub jobs: Vec<JobState>,
     /// Every consumed rollout with the version that used it.
-    pub consumed: BTreeMap<RolloutId, PolicyVersion>,
+    pub consumed: Consumed,
     /// Terms under which a step was committed.
     pub terms: BTreeSet<Term>,
 }
@@ -326,7 +416,7 @@ impl ModelState {
         let mut fresh = BTreeSet::new();
         for id in &step.consumed {
             if let Some(by) = self.consumed.get(id) {
-                return Err(Refusal::ConsumedTwice { rollout: *id, by: *by });
+                return Err(Refusal::ConsumedTwice { rollout: *id, by });
             }
             if !fresh.insert(*id) {
                 return Err(Refusal::ConsumedTwice { rollout: *id, by: step.version });
@@ -351,5 +441,39 @@ impl ModelState {
         self.consumed.extend(step.consumed.iter().map(|id| (*id, step.version)));
         self.terms.insert(step.term);
         Ok(Applied::Yes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::Hash;
+
+    fn id(n: u64) -> RolloutId {
+        Hash::of(&n.to_be_bytes())
+    }
+
+    #[test]
+    fn consumed_keeps_every_rollout_in_few_shared_runs() {
+        let mut consumed = Consumed::default();
+        for step in 0..100_u64 {
+            let before = consumed.clone();
+            consumed.extend((0..10).map(|i| (id(step * 10 + i), PolicyVersion(step + 1))));
+            assert!(!before.contains_key(&id(step * 10)), "a clone is a snapshot");
+            assert!(consumed.runs.len() <= 10, "{} runs after step {step}", consumed.runs.len());
+        }
+        assert_eq!(consumed.len(), 1000);
+        assert!((0..1000).all(|n| consumed.get(&id(n)) == Some(PolicyVersion(n / 10 + 1))));
+        assert_eq!(consumed.get(&id(1000)), None);
+    }
+
+    #[test]
+    fn consumed_travels_as_a_map() {
+        let pairs: BTreeMap<_, _> = (0..50).map(|n| (id(n), PolicyVersion(n))).collect();
+        let mut consumed = Consumed::default();
+        pairs.iter().for_each(|(id, v)| consumed.extend([(*id, *v)]));
+        let bytes = crate::codec::encode(&consumed);
+        assert_eq!(bytes, crate::codec::encode(&pairs));
+        assert_eq!(crate::codec::decode::<Consumed>("consumed", &bytes, 1 << 20), Ok(consumed));
     }
 }

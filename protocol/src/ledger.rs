@@ -245,6 +245,12 @@ impl Ledger {
     pub fn whole_groups(&self) -> u64 {
         self.groups.values().filter(|g| self.is_whole(g)).count() as u64
     }
+    /// Groups that a leader of an earlier term opened; they are completed on top of the quota, or a full quota of
+    /// broken groups would wait for ever.
+    #[must_use]
+    pub fn adopted_groups(&self) -> u64 {
+        self.groups.keys().filter(|id| id.term < self.term).count() as u64
+    }
     /// Places of the evaluation that runs now: how many have a reward, and of how many.
     #[must_use]
     pub fn evaluation_progress(&self) -> Option<(EvalPhase, usize, usize)> {
@@ -577,12 +583,10 @@ impl Ledger {
         }
         let oldest_version = v.oldest_version().unwrap_or(version);
         group.rollouts.insert(v.id, AcceptedRollout { id: v.id, rollout: v.rollout, oldest_version });
-        if group.rollouts.len() >= size {
-            // A late rollout filled the place of its replacement: that one is surplus now.
-            let surplus: Vec<EpisodeId> = std::mem::take(&mut group.running).into_iter().collect();
-            for e in surplus {
-                self.leases.remove(&e);
-            }
+        // A late rollout took the place of its replacement: that one is surplus now.
+        while group.rollouts.len() + group.running.len() > size {
+            let Some(surplus) = group.running.pop_last() else { break };
+            self.leases.remove(&surplus);
         }
         Admission::Accepted
     }

@@ -75,6 +75,7 @@ pub struct CallPlan {
     /// The first so many messages are covered by [`CallPlan::history_tokens`].
     pub known_messages: usize,
     /// Exact ids so far; the caller appends the ids of the remaining messages and the generation prompt.
+    /// May be taken out: [`TimelineTree::end_call`] does not read it.
     pub history_tokens: Vec<u32>,
     /// Why no earlier timeline is continued; `None` when one is, or when this is the episode's first call.
     pub fork_cause: Option<String>,
@@ -231,7 +232,8 @@ impl TimelineTree {
         let history = plan.parent.map_or(0, |p| self.nodes[p].end());
         let prompt: Arc<[u32]> = match plan.same_prompt {
             Some(twin) if new_prompt.is_empty() => Arc::clone(&self.nodes[twin].prompt),
-            _ => plan.history_tokens[history..].iter().chain(new_prompt).copied().collect(),
+            Some(twin) => self.nodes[twin].prompt.iter().chain(new_prompt).copied().collect(),
+            None => new_prompt.into(),
         };
         let added = prompt.len() + n;
         let forks = match plan.parent {
@@ -380,5 +382,303 @@ impl TimelineTree {
     }
 }
 
+
 #[cfg(test)]
-mod tests;
+mod tests {
+    use super::*;
+    use crate::assignment::{Assignment, Purpose};
+    use crate::ids::{EpisodeId, GroupId, JobId, ModelName, NodeId, TaskRef, Term};
+    use crate::job::Sampling;
+    use crate::rollout::{Rollout, receipt_body, verify_rollout};
+    use crate::signed::{Domain, Signature, Signer, Verifier};
+    use crate::time::Timestamp;
+
+    /// SplitMix64: enough to draw conversations.
+    struct Draw(u64);
+
+    impl Draw {
+        fn next(&mut self) -> u64 {
+            self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+            let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+            let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+            z ^ (z >> 31)
+        }
+        fn below(&mut self, n: usize) -> usize {
+            usize::try_from(self.next() % n as u64).unwrap()
+        }
+        fn chance(&mut self, percent: u64) -> bool {
+            self.next() % 100 < percent
+        }
+    }
+
+    /// A signature scheme for one node with a shared secret.
+    struct Notary;
+
+    impl Signer for Notary {
+        fn node_id(&self) -> NodeId {
+            NodeId([7; 32])
+        }
+        fn sign(&self, message: &[u8]) -> Vec<u8> {
+            blake3::keyed_hash(&[9; 32], message).as_bytes().repeat(2)
+        }
+    }
+
+    impl Verifier for Notary {
+        fn verify(&self, _: NodeId, message: &[u8], signature: &[u8]) -> bool {
+            self.sign(message) == signature
+        }
+    }
+
+    type Message = CanonicalMessage<'static>;
+
+    fn message(role: &'static str, text: impl Into<String>) -> Message {
+        CanonicalMessage { role: role.into(), text: Cow::Owned(text.into()), ..CanonicalMessage::default() }
+    }
+
+    fn assignment() -> Assignment {
+        Assignment {
+            job: JobId::default(),
+            model: ModelName::new("m").unwrap(),
+            episode: EpisodeId([3; 16]),
+            group: GroupId::default(),
+            attempt: 0,
+            task: TaskRef { set: "s".into(), index: 0, id: "t".into() },
+            task_line: "{}".into(),
+            purpose: Purpose::Train,
+            policy_version: PolicyVersion(1),
+            term: Term(1),
+            seed: 0,
+            sampling: Sampling::default(),
+            lease_expires: Timestamp(0),
+            lease_ttl_ms: 1000,
+            replication: 1,
+        }
+    }
+
+    /// Stands for template, tokenizer and engine. Sampled ids are a counter from one million, so each is unique.
+    #[derive(Default)]
+    struct World {
+        tree: TimelineTree,
+        sampled: u32,
+        rendered: usize,
+        /// Prompt and completion of every call, as the engine saw them.
+        calls: Vec<(Vec<u32>, Completion)>,
+    }
+
+    impl World {
+        fn render(&mut self, messages: &[Message]) -> Vec<u32> {
+            let text = |m: &Message| m.text.bytes().map(u32::from).chain([1000]).collect::<Vec<_>>();
+            self.rendered += messages.len();
+            messages.iter().flat_map(text).chain([1001]).collect()
+        }
+
+        fn plan(&mut self, tools: u8, messages: &[Message]) -> (CallPlan, Vec<u32>) {
+            let plan = self.tree.begin_call(Hash([tools; 32]), messages);
+            let new = if plan.prompt_is_complete() { vec![] } else { self.render(&messages[plan.known_messages..]) };
+            (plan, new)
+        }
+
+        fn finish(&mut self, plan: &CallPlan, new: &[u32], answer: &Message, len: usize, draw: &mut Draw) {
+            let prompt: Vec<u32> = plan.history_tokens.iter().chain(new).copied().collect();
+            let mut completion = Completion::default();
+            for _ in 0..len {
+                completion.tokens.push(1_000_000 + self.sampled);
+                completion.logprobs.push(-f32::from(u16::try_from(draw.below(900)).unwrap()) / 100.0);
+                completion.versions.push(PolicyVersion(1 + draw.next() % 3));
+                self.sampled += 1;
+            }
+            let body = receipt_body(
+                &assignment().model,
+                &prompt,
+                &completion.tokens,
+                &completion.logprobs,
+                &completion.versions,
+            );
+            let info = TurnInfo {
+                finish: FinishReason::Stop,
+                temperature: 1.0,
+                duration_ms: 1,
+                receipt: Receipt { signature: Signature::new(&Notary, Domain::Receipt, &body) },
+            };
+            self.calls.push((prompt, completion.clone()));
+            self.tree.end_call(plan, new, completion, answer, info);
+        }
+
+        fn call(&mut self, messages: &[Message], answer: &Message) -> CallPlan {
+            let (plan, new) = self.plan(0, messages);
+            self.finish(&plan, &new, answer, 3, &mut Draw(1));
+            plan
+        }
+
+        /// Every property that a sealed episode must have.
+        fn check(&self) {
+            let (leaves, leaf_tokens) = (self.tree.leaves(), self.tree.leaf_tokens());
+            let (timelines, turns) = self.tree.clone().into_timelines();
+            assert_eq!(leaves, timelines.len());
+            assert_eq!(leaf_tokens, timelines.iter().map(|t| t.tokens.len()).sum::<usize>());
+            let mut trained = vec![0; self.sampled as usize];
+            for t in &timelines {
+                for (i, &token) in t.tokens.iter().enumerate() {
+                    if t.loss_mask[i] {
+                        trained[(token - 1_000_000) as usize] += 1;
+                    } else {
+                        assert_eq!((t.behaviour_logprobs[i], t.policy_versions[i]), (0.0, PolicyVersion(0)));
+                    }
+                }
+            }
+            assert!(trained.iter().all(|n| *n == 1), "each sampled token trains once: {trained:?}");
+            assert_eq!(turns.len(), self.calls.len());
+            for (turn, (prompt, completion)) in turns.iter().zip(&self.calls) {
+                let t = &timelines[turn.timeline as usize];
+                let (from, to) = (turn.prompt_len as usize, (turn.prompt_len + turn.completion_len) as usize);
+                assert_eq!(&t.tokens[..from], prompt);
+                assert_eq!(&t.tokens[from..to], completion.tokens);
+                assert_eq!(&t.behaviour_logprobs[from..to], completion.logprobs);
+                assert_eq!(&t.policy_versions[from..to], completion.versions);
+                assert!(t.loss_mask[from..to].iter().all(|m| *m));
+            }
+            let mut rollout = Rollout::begin(&assignment(), Notary.node_id(), "test".into(), Timestamp(0));
+            (rollout.timelines, rollout.turns) = (timelines, turns);
+            let sealed = rollout.seal(&Notary).unwrap();
+            verify_rollout(sealed.id, &sealed.bytes, &Notary).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_conversation_is_one_timeline_and_only_new_messages_are_rendered() {
+        let mut world = World::default();
+        let mut messages = vec![message("system", "s"), message("user", "q")];
+        for i in 0..20 {
+            let answer = message("assistant", format!("a{i}"));
+            let plan = world.call(&messages, &answer);
+            assert_eq!(plan.fork_cause, None);
+            assert_eq!(plan.known_messages, if i == 0 { 0 } else { messages.len() - 1 });
+            messages.extend([answer, message("tool", format!("r{i}"))]);
+        }
+        assert_eq!(world.rendered, 2 + 19);
+        assert_eq!(world.tree.leaves(), 1);
+        world.check();
+    }
+
+    #[test]
+    fn each_departure_from_history_has_its_cause() {
+        let mut world = World::default();
+        let base = [message("system", "s"), message("user", "q"), message("assistant", "a"), message("user", "q2")];
+        let mut next = base.to_vec();
+        world.call(&base[..2], &base[2]);
+        world.call(&base, &message("assistant", "a2"));
+        let mut cause = |messages: &[Message]| world.call(messages, &message("assistant", "x")).fork_cause;
+
+        assert_eq!(cause(&base).as_deref(), Some("the same prompt again"));
+        next[3] = message("user", "other");
+        assert_eq!(cause(&next).as_deref(), Some("history edited at message 3"));
+        next[2] = message("assistant", "rewritten");
+        assert_eq!(cause(&next).as_deref(), Some("history edited at message 2"));
+        next[0] = message("system", "other");
+        assert_eq!(cause(&next).as_deref(), Some("system changed"));
+        assert_eq!(cause(&base[1..]).as_deref(), Some("history edited at message 0"));
+        assert_eq!(cause(&base[..1]).as_deref(), Some("history cut after message 1"));
+        let (plan, new) = world.plan(1, &base);
+        assert_eq!(plan.fork_cause.as_deref(), Some("tools changed"));
+        assert_eq!((plan.known_messages, plan.history_tokens.len()), (0, 0));
+        world.finish(&plan, &new, &base[2], 1, &mut Draw(0));
+        world.check();
+    }
+
+    #[test]
+    fn tool_calls_and_their_arguments_are_part_of_history() {
+        let mut world = World::default();
+        let call = |arguments: &'static str| CanonicalMessage {
+            tool_calls: vec![("calc".into(), arguments.into())],
+            ..message("assistant", "")
+        };
+        let question = message("user", "q");
+        world.call(&[question.clone()], &call("{\"x\":1}"));
+        let edited = world.call(&[question.clone(), call("{\"x\":2}"), message("tool", "2")], &message("assistant", "a"));
+        assert_eq!(edited.fork_cause.as_deref(), Some("history edited at message 1"));
+        let same = world.call(&[question, call("{\"x\":1}"), message("tool", "2")], &message("assistant", "a"));
+        assert_eq!((same.known_messages, same.fork_cause), (2, None));
+        world.check();
+    }
+
+    #[test]
+    fn calls_side_by_side_fork_and_keep_the_first_ones_timeline() {
+        let mut world = World::default();
+        let prompt = [message("user", "q")];
+        let (plan, new) = world.plan(0, &prompt);
+        for i in 0..4 {
+            world.finish(&plan, &new, &message("assistant", format!("a{i}")), 2, &mut Draw(i));
+        }
+        assert_eq!(world.tree.leaves(), 4);
+        // The third answer is the one that goes on.
+        let plan = world.call(&[prompt[0].clone(), message("assistant", "a2"), message("user", "q2")], &prompt[0]);
+        assert_eq!((plan.known_messages, plan.fork_cause), (2, None));
+        let (_, turns) = world.tree.timelines();
+        let causes: Vec<_> = turns.iter().map(|t| t.fork_cause.as_deref()).collect();
+        let parallel = Some("calls in parallel");
+        assert_eq!(causes, [None, parallel, parallel, parallel, None]);
+        assert_eq!(turns[2].timeline, turns[4].timeline);
+        world.check();
+    }
+
+    #[test]
+    fn a_discarded_history_starts_again_with_its_cause() {
+        let mut world = World::default();
+        let messages = [message("user", "q"), message("assistant", "a"), message("user", "q2")];
+        world.call(&messages[..1], &messages[1]);
+        let (mut plan, _) = world.plan(0, &messages);
+        assert_eq!(plan.known_messages, 2);
+        plan.discard_history("template rewrites history");
+        let new = world.render(&messages);
+        world.finish(&plan, &new, &messages[1], 2, &mut Draw(5));
+        let (_, turns) = world.tree.timelines();
+        assert_eq!(turns[1].fork_cause.as_deref(), Some("template rewrites history"));
+        // The next call goes on from the new timeline.
+        let mut longer = messages.to_vec();
+        longer.extend([messages[1].clone(), message("user", "q3")]);
+        assert_eq!(world.call(&longer, &messages[1]).known_messages, 4);
+        world.check();
+    }
+
+    /// Agents that go on, go back, edit, cut, retry, change tools and call in parallel, for 300 seeds.
+    #[test]
+    fn any_episode_trains_each_sampled_token_once_and_verifies() {
+        for seed in 0..300 {
+            let mut draw = Draw(seed);
+            let mut world = World::default();
+            let mut conversations: Vec<Vec<Message>> = vec![vec![message("system", "s"), message("user", "q")]];
+            for step in 0..draw.below(24) {
+                let mut messages = conversations[draw.below(conversations.len())].clone();
+                if draw.chance(10) {
+                    let at = draw.below(messages.len());
+                    messages[at] = message("user", format!("edited {seed} {step}"));
+                }
+                if draw.chance(10) {
+                    messages.truncate(1 + draw.below(messages.len()));
+                }
+                let tools = u8::from(draw.chance(10));
+                let (mut plan, mut new) = world.plan(tools, &messages);
+                if draw.chance(5) && plan.known_messages > 0 {
+                    plan.discard_history("template rewrites history");
+                    new = world.render(&messages);
+                }
+                // What another call records meanwhile must not disturb the plan.
+                let parallel = 1 + if draw.chance(25) { draw.below(4) } else { 0 };
+                if draw.chance(15) {
+                    let other = conversations[draw.below(conversations.len())].clone();
+                    world.call(&other, &message("assistant", format!("meanwhile {step}")));
+                }
+                for i in 0..parallel {
+                    let text = if draw.chance(20) { "same".into() } else { format!("a {step} {i}") };
+                    let answer = message("assistant", text);
+                    let len = draw.below(5);
+                    world.finish(&plan, &new, &answer, len, &mut draw);
+                    let mut longer = messages.clone();
+                    longer.extend([answer, message("user", format!("q {step}"))]);
+                    conversations.push(longer);
+                }
+            }
+            world.check();
+        }
+    }
+}

@@ -22,15 +22,15 @@ pub enum StoreError {
         /// The path asked for.
         path: PathBuf,
     },
-    /// The disk has no room left beyond its reserve. Nothing changed, reads and deletes still work. Retryable
-    /// once room was made; nobody's fault.
+    /// The disk has no room left beyond its reserve. Nothing changed, reads still work, and so do deletes as
+    /// long as any space is left. Retryable once room was made; nobody's fault.
     #[error("disk full at {path}: {free_bytes} bytes free, {reserve_bytes} are kept in reserve")]
     DiskFull {
         /// The store's directory.
         path: PathBuf,
         /// Free now, as far as known.
         free_bytes: u64,
-        /// What bulk data must leave free.
+        /// What this kind of data must leave free.
         reserve_bytes: u64,
     },
     /// A stored value is not what was written, by the database's checksum or by its hash. Nothing changed and
@@ -102,6 +102,15 @@ pub enum StoreError {
         /// The index given.
         got: u64,
     },
+    /// An earlier write failed half-way (the disk was full to the last byte, or failed), and this handle takes
+    /// no more writes. Nothing changed, reads work. Not retryable here: drop the handle and open the store again.
+    #[error("store {path} must be opened again before it takes writes")]
+    NeedsReopen {
+        /// The store's directory.
+        path: PathBuf,
+        /// The database's own words.
+        source: rocksdb::Error,
+    },
     /// The database failed in another way. A write may or may not be there after a restart. Retry once, then
     /// stop the node: the cause is most often a failing disk.
     #[error("{operation} in store {path}")]
@@ -129,10 +138,17 @@ impl StoreError {
     /// Whether the same call may succeed later without repair of the store.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
-        matches!(self, Self::Locked { .. } | Self::DiskFull { .. } | Self::Database { .. } | Self::Io { .. })
+        matches!(
+            self,
+            Self::Locked { .. } | Self::DiskFull { .. } | Self::Database { .. } | Self::Io { .. }
+        )
     }
 
     pub(crate) fn corrupt(family: Family, key: &[u8], reason: impl Into<String>) -> Self {
-        Self::Corrupt { family, key: crate::schema::hex(key), reason: reason.into() }
+        Self::Corrupt {
+            family,
+            key: crate::schema::hex(key),
+            reason: reason.into(),
+        }
     }
 }

@@ -14,7 +14,7 @@
 //! | [`acknowledged`] | what this gateway promised to keep | rollout id |
 //! | [`steps`] | committed steps, for audits | model, version |
 //! | [`raft_log`] | log and metadata of a Raft group | model, index |
-//! | [`audit`] | nothing; compares the stores of many nodes | |
+//! | [`mod@audit`] | nothing; compares the stores of many nodes | |
 //!
 //! All functions block: call them from a blocking thread. None keeps state of its own, so a store may be
 //! shared freely; a write that returned with [`Durability::Synced`] is there after any crash.

@@ -48,7 +48,9 @@ impl MemoryStore {
     pub fn crash_keeping(&self, writes: usize) {
         let mut inner = self.lock();
         while inner.unsynced.len() > writes {
-            let Some(undo) = inner.unsynced.pop_back() else { break };
+            let Some(undo) = inner.unsynced.pop_back() else {
+                break;
+            };
             for before in undo.into_iter().rev() {
                 inner.set(before.family, before.key, before.value);
             }
@@ -93,18 +95,31 @@ impl Inner {
             match op {
                 Op::Put(family, key, value) => {
                     let old = self.set(family, key.clone(), Some(value));
-                    undo.push(Before { family, key, value: old });
+                    undo.push(Before {
+                        family,
+                        key,
+                        value: old,
+                    });
                 }
                 Op::Delete(family, key) => {
                     let old = self.set(family, key.clone(), None);
-                    undo.push(Before { family, key, value: old });
+                    undo.push(Before {
+                        family,
+                        key,
+                        value: old,
+                    });
                 }
                 Op::DeleteRange(family, from, to) => {
                     let table = self.tables.entry(family).or_default();
-                    let keys: Vec<Vec<u8>> = table.range(from..to).map(|(k, _)| k.clone()).collect();
+                    let keys: Vec<Vec<u8>> =
+                        table.range(from..to).map(|(k, _)| k.clone()).collect();
                     for key in keys {
                         let old = self.set(family, key.clone(), None);
-                        undo.push(Before { family, key, value: old });
+                        undo.push(Before {
+                            family,
+                            key,
+                            value: old,
+                        });
                     }
                 }
             }
@@ -115,7 +130,12 @@ impl Inner {
 
 impl Store for MemoryStore {
     fn get(&self, family: Family, key: &[u8]) -> Result<Option<Vec<u8>>, StoreError> {
-        Ok(self.lock().tables.get(&family).and_then(|t| t.get(key)).cloned())
+        Ok(self
+            .lock()
+            .tables
+            .get(&family)
+            .and_then(|t| t.get(key))
+            .cloned())
     }
 
     fn write(&self, batch: Batch, durability: Durability) -> Result<(), StoreError> {
@@ -125,7 +145,11 @@ impl Store for MemoryStore {
             && inner.used_bytes + batch.put_bytes() > capacity
         {
             let free_bytes = capacity.saturating_sub(inner.used_bytes);
-            return Err(StoreError::DiskFull { path: "memory".into(), free_bytes, reserve_bytes: 0 });
+            return Err(StoreError::DiskFull {
+                path: "memory".into(),
+                free_bytes,
+                reserve_bytes: 0,
+            });
         }
         let undo = inner.apply(batch);
         match durability {
@@ -135,22 +159,38 @@ impl Store for MemoryStore {
         Ok(())
     }
 
-    fn scan(&self, family: Family, from: &[u8], to: Option<&[u8]>, limit: usize) -> Result<Vec<KeyValue>, StoreError> {
+    fn scan(
+        &self,
+        family: Family,
+        from: &[u8],
+        to: Option<&[u8]>,
+        limit: usize,
+    ) -> Result<Vec<KeyValue>, StoreError> {
         if to.is_some_and(|to| to <= from) {
             return Ok(Vec::new());
         }
         let upper = to.map_or(Bound::Unbounded, Bound::Excluded);
         let inner = self.lock();
-        let Some(table) = inner.tables.get(&family) else { return Ok(Vec::new()) };
+        let Some(table) = inner.tables.get(&family) else {
+            return Ok(Vec::new());
+        };
         let pairs = table.range::<[u8], _>((Bound::Included(from), upper));
-        Ok(pairs.take(limit).map(|(k, v)| (k.clone(), v.clone())).collect())
+        Ok(pairs
+            .take(limit)
+            .map(|(k, v)| (k.clone(), v.clone()))
+            .collect())
     }
 
     fn last_key_before(&self, family: Family, end: &[u8]) -> Result<Option<KeyValue>, StoreError> {
         let inner = self.lock();
-        let Some(table) = inner.tables.get(&family) else { return Ok(None) };
+        let Some(table) = inner.tables.get(&family) else {
+            return Ok(None);
+        };
         let below = (Bound::Unbounded, Bound::Excluded(end));
-        Ok(table.range::<[u8], _>(below).next_back().map(|(k, v)| (k.clone(), v.clone())))
+        Ok(table
+            .range::<[u8], _>(below)
+            .next_back()
+            .map(|(k, v)| (k.clone(), v.clone())))
     }
 
     fn size_bytes(&self) -> Result<u64, StoreError> {

@@ -61,8 +61,8 @@ impl Family {
         }
     }
 
-    /// Whether it holds large values. Bulk data is refused while the disk is at its reserve, so that the
-    /// small families (votes, log, consumed set) can still be written.
+    /// Whether it holds large values. Bulk data is refused once the disk is down to its reserve, of which the
+    /// small families (votes, log, consumed set) may use the most.
     #[must_use]
     pub fn is_bulk(self) -> bool {
         matches!(self, Self::Blobs | Self::Rollouts)
@@ -118,7 +118,12 @@ impl Batch {
         self.ops.push(Op::Delete(family, key.into()));
     }
     /// Removes the keys `from <= key < to`; none when `to <= from`.
-    pub fn delete_range(&mut self, family: Family, from: impl Into<Vec<u8>>, to: impl Into<Vec<u8>>) {
+    pub fn delete_range(
+        &mut self,
+        family: Family,
+        from: impl Into<Vec<u8>>,
+        to: impl Into<Vec<u8>>,
+    ) {
         let (from, to) = (from.into(), to.into());
         if from < to {
             self.ops.push(Op::DeleteRange(family, from, to));
@@ -148,7 +153,9 @@ impl Batch {
     }
     /// Whether it puts anything into a bulk family.
     pub(crate) fn puts_bulk(&self) -> bool {
-        self.ops.iter().any(|op| matches!(op, Op::Put(f, ..) if f.is_bulk()))
+        self.ops
+            .iter()
+            .any(|op| matches!(op, Op::Put(f, ..) if f.is_bulk()))
     }
 }
 
@@ -170,14 +177,21 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// durable.
     ///
     /// # Errors
-    /// [`StoreError::DiskFull`], [`StoreError::ReadOnly`] or [`StoreError::Database`]; see there for what changed.
+    /// [`StoreError::DiskFull`], [`StoreError::ReadOnly`], [`StoreError::NeedsReopen`] or [`StoreError::Database`].
+    /// Only after the last may the batch be there, as a whole, after a restart.
     fn write(&self, batch: Batch, durability: Durability) -> Result<(), StoreError>;
 
     /// The first `limit` pairs with `from <= key < to`, ascending; `None` means up to the last key.
     ///
     /// # Errors
     /// As [`Store::get`].
-    fn scan(&self, family: Family, from: &[u8], to: Option<&[u8]>, limit: usize) -> Result<Vec<KeyValue>, StoreError>;
+    fn scan(
+        &self,
+        family: Family,
+        from: &[u8],
+        to: Option<&[u8]>,
+        limit: usize,
+    ) -> Result<Vec<KeyValue>, StoreError>;
 
     /// The pair with the greatest key below `end`.
     ///
@@ -209,7 +223,13 @@ impl<S: Store + ?Sized> Store for Arc<S> {
     fn write(&self, batch: Batch, durability: Durability) -> Result<(), StoreError> {
         (**self).write(batch, durability)
     }
-    fn scan(&self, family: Family, from: &[u8], to: Option<&[u8]>, limit: usize) -> Result<Vec<KeyValue>, StoreError> {
+    fn scan(
+        &self,
+        family: Family,
+        from: &[u8],
+        to: Option<&[u8]>,
+        limit: usize,
+    ) -> Result<Vec<KeyValue>, StoreError> {
         (**self).scan(family, from, to, limit)
     }
     fn last_key_before(&self, family: Family, end: &[u8]) -> Result<Option<KeyValue>, StoreError> {

@@ -17,7 +17,7 @@ use starling_protocol::wire::{
     CALL_LEN_BYTES_MAX, Gossip, RolloutAnnouncement, RolloutCall, RolloutReply, Service, Topic,
 };
 use starling_protocol::{Hash, JobId, ModelName, NodeId, RolloutId};
-use starling_storage::{Durability, SharedStore, acknowledged, rollouts};
+use starling_storage::{Acknowledged, Durability, SharedStore, acknowledged, rollouts};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -148,7 +148,10 @@ impl Rollouts {
         }
         held.sort_unstable();
         let (store, record) = (self.store.clone(), held.clone());
-        tokio::task::spawn_blocking(move || acknowledged::record_acknowledged(&*store, &[(id, job, record)]))
+        tokio::task::spawn_blocking(move || {
+            let record = Acknowledged { id, job, holders: record };
+            acknowledged::record_acknowledged(&*store, &[record], Durability::Buffered)
+        })
             .await
             .map_err(|e| ReplicateError::Store(e.to_string()))?
             .map_err(|e| ReplicateError::Store(e.to_string()))?;

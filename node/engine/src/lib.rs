@@ -6,16 +6,19 @@
 
 pub mod bench;
 pub mod checkpoint;
+mod composed;
 pub mod config;
+mod cpu;
+mod device_model;
 pub mod error;
 pub mod infer;
 mod kernels;
-mod model;
-mod ops;
 mod packing;
 mod par;
+mod params;
 pub mod sampling;
 pub mod score;
+mod tensors;
 #[cfg(test)]
 mod testing;
 pub mod train;

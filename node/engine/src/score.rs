@@ -3,10 +3,13 @@
 use candle_core::Device;
 
 use crate::config::LlamaConfig;
+use crate::cpu::CpuModel;
+use crate::cpu::forward::Tape;
+use crate::device_model::DeviceModel;
 use crate::error::EngineError;
-use crate::model::{Llama, fuse, rope_table};
-use crate::ops::{Backend, with_f32};
 use crate::packing::PackedSequences;
+use crate::params::{fuse, rope_table};
+use crate::tensors::to_host;
 use crate::weights::Weights;
 
 /// Natural-log probability of each token given those before it; index 0 is 0.0. Runs on the calling thread.
@@ -22,14 +25,13 @@ pub fn sequence_logprobs(cfg: &LlamaConfig, weights: &Weights, device: &Device, 
     if tokens.len() == 1 {
         return Ok(vec![0.0]);
     }
-    let model = Llama::new(cfg, &params, rope_table(cfg), Backend::for_device(device))?;
     let batch = PackedSequences::new([(tokens, vec![true; tokens.len()].as_slice())]);
-    let out = model.logprobs(&batch)?.to_device(&Device::Cpu)?;
-    let mut logprobs = vec![0.0];
-    with_f32(&out, "score", |rows| {
-        logprobs.extend(rows.chunks_exact(2).map(|r| r[0]));
-        Ok(())
-    })?;
+    let rows = if device.is_cpu() {
+        CpuModel::new(cfg, &params, rope_table(cfg))?.logprobs(&batch, &mut Tape::default())
+    } else {
+        to_host(&DeviceModel::new(cfg, params, rope_table(cfg))?.logprobs(&batch)?, "score")?
+    };
+    let logprobs: Vec<f32> = std::iter::once(0.0).chain(rows.chunks_exact(2).map(|r| r[0])).collect();
     if logprobs.iter().all(|l| l.is_finite()) { Ok(logprobs) } else { Err(EngineError::NonFiniteLogits { policy_version: 0 }) }
 }
 

@@ -149,11 +149,6 @@ impl Weights {
             expected: Vec::new(),
         })
     }
-
-    /// The values of a tensor, copied to the host.
-    pub(crate) fn host(&self, index: usize) -> Result<Vec<f32>, CheckpointError> {
-        Ok(self.at(index)?.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>()?)
-    }
 }
 
 #[expect(clippy::cast_precision_loss, reason = "sizes are far below 2^52")]

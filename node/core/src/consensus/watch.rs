@@ -105,7 +105,19 @@ impl<T> Receiver<T> {
     {
         self.channel.read().clone()
     }
-    /// Waits until the value was replaced since the last call. Cancel-safe.
+    /// The value now, not marked as seen. Sending waits while the borrow lives: do not keep it.
+    #[must_use]
+    pub fn borrow(&self) -> Borrowed<'_, T> {
+        Borrowed(self.channel.read())
+    }
+    /// The value now, marked as seen. Sending waits while the borrow lives: do not keep it.
+    #[must_use]
+    pub fn borrow_and_update(&mut self) -> Borrowed<'_, T> {
+        let guard = self.channel.read();
+        self.seen = lock(&self.channel.state).version;
+        Borrowed(guard)
+    }
+    /// Waits until the value was replaced since it was last seen, and marks it as seen. Cancel-safe.
     ///
     /// # Errors
     /// [`Closed`] when no sender is left.
@@ -239,12 +251,10 @@ impl<T: OptionalSend + OptionalSync> openraft::async_runtime::WatchReceiver<Fifo
         Self::changed(self).await.map_err(|Closed| RecvError(()))
     }
     fn borrow_watched(&self) -> Borrowed<'_, T> {
-        Borrowed(self.channel.read())
+        self.borrow()
     }
     fn borrow_and_update(&mut self) -> Borrowed<'_, T> {
-        let guard = self.channel.read();
-        self.seen = lock(&self.channel.state).version;
-        Borrowed(guard)
+        Self::borrow_and_update(self)
     }
 }
 

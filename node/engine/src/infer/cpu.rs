@@ -5,92 +5,26 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::kv::{BlockStore, KvCache, KvLayout};
 use super::runner::Segment;
 use crate::config::LlamaConfig;
-use crate::error::CheckpointError;
+use crate::cpu::CpuModel;
 use crate::kernels::attention::{BLOCK, attend};
-use crate::kernels::matmul::{Lhs, Packed};
-use crate::kernels::rope::{RopeTable, rotate};
+use crate::kernels::matmul::Lhs;
+use crate::kernels::rope::rotate;
 use crate::kernels::{elementwise, norm};
-use crate::model::{attention_shape, norm_eps};
 use crate::par;
-use crate::weights::Weights;
 
 /// Weights up to this size are read by every thread for its own sequences; larger ones are split over the threads.
 const SHARED_READ_BYTES: u64 = 32 << 20;
 /// Sequences per task below which splitting further costs more than it balances.
 const ROWS_PER_TASK_MIN: usize = 16;
 
-struct Layer {
-    norm1: Vec<f32>,
-    qkv: Packed,
-    output: Packed,
-    norm2: Vec<f32>,
-    gate_up: Packed,
-    down: Packed,
-}
-
-/// A model's weights in the layout of the CPU kernels.
-pub(crate) struct CpuWeights {
-    embed: Vec<f32>,
-    layers: Vec<Layer>,
-    norm: Vec<f32>,
-    head: Packed,
-}
-
-impl CpuWeights {
-    /// Packs checked weights; about one copy of the model.
-    pub(crate) fn new(cfg: &LlamaConfig, weights: &Weights) -> Result<Self, CheckpointError> {
-        weights.check(cfg)?;
-        let (h, inner, vocab) = (cfg.hidden_size, cfg.intermediate_size, cfg.vocab_size);
-        let shape = attention_shape(cfg);
-        let concat = |indices: std::ops::Range<usize>| {
-            let mut all = Vec::new();
-            for i in indices {
-                all.extend(weights.host(i)?);
-            }
-            Ok::<_, CheckpointError>(all)
-        };
-        let embed = weights.host(0)?;
-        let mut layers = Vec::with_capacity(cfg.num_hidden_layers);
-        for l in 0..cfg.num_hidden_layers {
-            let at = 1 + l * 9;
-            layers.push(Layer {
-                norm1: weights.host(at)?,
-                qkv: Packed::from_weight(&concat(at + 1..at + 4)?, shape.qkv_len(), h),
-                output: Packed::from_weight(&weights.host(at + 4)?, h, shape.q_len()),
-                norm2: weights.host(at + 5)?,
-                gate_up: Packed::from_weight(&concat(at + 6..at + 8)?, 2 * inner, h),
-                down: Packed::from_weight(&weights.host(at + 8)?, h, inner),
-            });
-        }
-        let end = 1 + cfg.num_hidden_layers * 9;
-        let head = if cfg.tie_word_embeddings {
-            Packed::from_weight(&embed, vocab, h)
-        } else {
-            Packed::from_weight(&weights.host(end + 1)?, vocab, h)
-        };
-        Ok(Self { embed, layers, norm: weights.host(end)?, head })
-    }
-}
-
 /// Generation on the CPU.
 pub(crate) struct CpuRunner {
-    weights: Arc<CpuWeights>,
+    model: Arc<CpuModel>,
+    layout: KvLayout,
     store: BlockStore,
     caches: Vec<Option<KvCache>>,
-    frame: Frame,
     by_sequence: bool,
     scratch: Mutex<Vec<Scratch>>,
-}
-
-/// What stays the same over all forward passes.
-#[derive(Clone)]
-struct Frame {
-    layout: KvLayout,
-    rope: Arc<RopeTable>,
-    eps: f32,
-    hidden: usize,
-    inner: usize,
-    vocab: usize,
 }
 
 /// Activations of one task, kept between steps.
@@ -113,28 +47,21 @@ struct Work<'a> {
 
 impl CpuRunner {
     /// A runner with `slots` sequences at most.
-    pub(crate) fn new(cfg: &LlamaConfig, weights: Arc<CpuWeights>, rope: Arc<RopeTable>, slots: usize) -> Self {
-        let layout = KvLayout { shape: attention_shape(cfg), layers: cfg.num_hidden_layers };
+    pub(crate) fn new(cfg: &LlamaConfig, model: Arc<CpuModel>, slots: usize) -> Self {
+        let layout = KvLayout { shape: model.shape, layers: model.layers.len() };
         Self {
-            weights,
+            model,
+            layout,
             store: BlockStore::new(layout),
             caches: (0..slots).map(|_| None).collect(),
-            frame: Frame {
-                layout,
-                rope,
-                eps: norm_eps(cfg),
-                hidden: cfg.hidden_size,
-                inner: cfg.intermediate_size,
-                vocab: cfg.vocab_size,
-            },
             by_sequence: cfg.parameter_count() * 4 <= SHARED_READ_BYTES,
             scratch: Mutex::default(),
         }
     }
 
     /// Takes other weights; running sequences keep their keys and values, remembered prefixes go.
-    pub(crate) fn swap(&mut self, weights: Arc<CpuWeights>) {
-        self.weights = weights;
+    pub(crate) fn swap(&mut self, model: Arc<CpuModel>) {
+        self.model = model;
         self.store.forget();
     }
 
@@ -173,7 +100,7 @@ impl CpuRunner {
             self.store.reserve(&mut cache, segment.tokens.len());
             work.push(Work { segment, cache });
         }
-        let vocab = self.frame.vocab;
+        let vocab = self.model.vocab;
         let wanted = |w: &[Work<'_>]| w.iter().filter(|w| w.segment.wanted).count();
         logits.clear();
         logits.resize(wanted(&work) * vocab, 0.0);
@@ -226,26 +153,26 @@ impl CpuRunner {
             return;
         }
         let mut s = self.scratch.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
-        let f = &self.frame;
+        let m = &*self.model;
         let rows: usize = work.iter().map(|w| w.segment.tokens.len()).sum();
         s.x.clear();
         for &t in work.iter().flat_map(|w| w.segment.tokens) {
-            s.x.extend_from_slice(&self.weights.embed[t as usize * f.hidden..(t as usize + 1) * f.hidden]);
+            s.x.extend_from_slice(&m.embed[t as usize * m.hidden..(t as usize + 1) * m.hidden]);
         }
-        s.h.resize(rows * f.hidden, 0.0);
-        s.qkv.resize(rows * f.layout.shape.qkv_len(), 0.0);
-        s.mixed.resize(rows * f.layout.shape.q_len(), 0.0);
-        s.gate_up.resize(rows * 2 * f.inner, 0.0);
-        s.inner.resize(rows * f.inner, 0.0);
-        for (l, layer) in self.weights.layers.iter().enumerate() {
-            norm::forward(&s.x, &layer.norm1, f.eps, &mut s.h);
-            layer.qkv.mul(Lhs::rows(&s.h, f.hidden), &mut s.qkv, false);
-            f.attention(l, work, &mut s.qkv, &mut s.mixed);
-            layer.output.mul(Lhs::rows(&s.mixed, f.layout.shape.q_len()), &mut s.x, true);
-            norm::forward(&s.x, &layer.norm2, f.eps, &mut s.h);
-            layer.gate_up.mul(Lhs::rows(&s.h, f.hidden), &mut s.gate_up, false);
-            elementwise::swiglu(&s.gate_up, f.inner, &mut s.inner);
-            layer.down.mul(Lhs::rows(&s.inner, f.inner), &mut s.x, true);
+        s.h.resize(rows * m.hidden, 0.0);
+        s.qkv.resize(rows * m.shape.qkv_len(), 0.0);
+        s.mixed.resize(rows * m.shape.q_len(), 0.0);
+        s.gate_up.resize(rows * 2 * m.inner, 0.0);
+        s.inner.resize(rows * m.inner, 0.0);
+        for (l, layer) in m.layers.iter().enumerate() {
+            norm::forward(&s.x, &layer.norm1, m.eps, &mut s.h);
+            layer.qkv.mul(Lhs::rows(&s.h, m.hidden), &mut s.qkv, false);
+            self.attention(l, work, &mut s.qkv, &mut s.mixed);
+            layer.output.mul(Lhs::rows(&s.mixed, m.shape.q_len()), &mut s.x, true);
+            norm::forward(&s.x, &layer.norm2, m.eps, &mut s.h);
+            layer.gate_up.mul(Lhs::rows(&s.h, m.hidden), &mut s.gate_up, false);
+            elementwise::swiglu(&s.gate_up, m.inner, &mut s.inner);
+            layer.down.mul(Lhs::rows(&s.inner, m.inner), &mut s.x, true);
         }
         s.picked.clear();
         let mut row = 0;
@@ -253,32 +180,30 @@ impl CpuRunner {
             row += w.segment.tokens.len();
             w.cache.len += w.segment.tokens.len();
             if w.segment.wanted {
-                s.picked.extend_from_slice(&s.x[(row - 1) * f.hidden..row * f.hidden]);
+                s.picked.extend_from_slice(&s.x[(row - 1) * m.hidden..row * m.hidden]);
             }
         }
         if !logits.is_empty() {
             let normed = &mut s.h[..s.picked.len()];
-            norm::forward(&s.picked, &self.weights.norm, f.eps, normed);
-            self.weights.head.mul(Lhs::rows(normed, f.hidden), logits, false);
+            norm::forward(&s.picked, &m.norm, m.eps, normed);
+            m.head.mul(Lhs::rows(normed, m.hidden), logits, false);
         }
         self.scratch.lock().unwrap_or_else(PoisonError::into_inner).push(s);
     }
-}
 
-impl Frame {
     /// Rotates, stores keys and values, attends: `qkv [rows, q | k | v]` to `mixed [rows, q]`.
     fn attention(&self, layer: usize, work: &mut [Work<'_>], qkv: &mut [f32], mixed: &mut [f32]) {
-        let shape = self.layout.shape;
+        let (shape, layout) = (self.layout.shape, self.layout);
         let (ql, kl, width) = (shape.q_len(), shape.kv_len(), shape.qkv_len());
         let mut rows = qkv.chunks_exact_mut(width);
         for w in work.iter_mut() {
             for t in 0..w.segment.tokens.len() {
                 let Some(row) = rows.next() else { return };
                 let position = w.cache.len + t;
-                let (cos, sin) = self.rope.row(position);
+                let (cos, sin) = self.model.rope.row(position);
                 rotate(&mut row[..ql + kl], shape.head_dim, cos, sin, false);
                 let (k, v) = row[ql..].split_at(kl);
-                w.cache.store(self.layout, layer, position, k, v);
+                w.cache.store(layout, layer, position, k, v);
             }
         }
         let mut jobs = Vec::with_capacity(work.len());
@@ -294,7 +219,7 @@ impl Frame {
         par::for_each(jobs.len(), |i| {
             let mut job = jobs[i].lock().unwrap_or_else(PoisonError::into_inner);
             let (w, first, out) = &mut *job;
-            let (keys, values) = w.cache.layer(self.layout, layer);
+            let (keys, values) = w.cache.layer(layout, layer);
             let start = w.cache.len;
             let first = *first;
             // Tokens of one long prompt are shared out too.

@@ -12,8 +12,8 @@ use crate::config::LlamaConfig;
 use crate::error::CheckpointError;
 use crate::kernels::attention::AttentionShape;
 use crate::kernels::rope::RopeTable;
-use crate::model::{attention_shape, fuse, norm_eps};
-use crate::ops::composed::{index, repeat_heads, rms_norm, rotate, softmax, swiglu};
+use crate::params::{attention_shape, fuse, norm_eps};
+use crate::composed::{index, repeat_heads, rms_norm, rotate, softmax, swiglu};
 use crate::weights::Weights;
 
 /// Positions per slot to start with; doubled when a sequence outgrows them.

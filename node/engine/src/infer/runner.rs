@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use candle_core::Device;
 
-use super::cpu::{CpuRunner, CpuWeights};
+use super::cpu::CpuRunner;
 use super::device::{DeviceRunner, DeviceWeights};
 use crate::config::LlamaConfig;
+use crate::cpu::CpuModel;
 use crate::error::EngineError;
-use crate::model::rope_table;
+use crate::params::{fuse, rope_table};
 use crate::weights::Weights;
 
 /// The next tokens of one sequence.
@@ -25,7 +26,7 @@ pub(crate) struct Segment<'a> {
 /// Weights in the layout that a runner reads.
 #[derive(Clone)]
 pub(crate) enum Prepared {
-    Cpu(Arc<CpuWeights>),
+    Cpu(Arc<CpuModel>),
     Device(Arc<DeviceWeights>),
 }
 
@@ -33,7 +34,8 @@ impl Prepared {
     /// Checks weights and brings them into the device's layout, on the calling thread.
     pub(crate) fn new(cfg: &LlamaConfig, weights: &Weights, device: &Device) -> Result<Self, EngineError> {
         if device.is_cpu() {
-            Ok(Self::Cpu(Arc::new(CpuWeights::new(cfg, weights)?)))
+            let params = fuse(cfg, weights, device)?;
+            Ok(Self::Cpu(Arc::new(CpuModel::new(cfg, &params, rope_table(cfg))?)))
         } else {
             Ok(Self::Device(Arc::new(DeviceWeights::new(cfg, weights, device)?)))
         }
@@ -50,7 +52,7 @@ impl Runner {
     /// A runner for `slots` sequences.
     pub(crate) fn new(cfg: &LlamaConfig, prepared: Prepared, slots: usize) -> Self {
         match prepared {
-            Prepared::Cpu(w) => Self::Cpu(CpuRunner::new(cfg, w, rope_table(cfg), slots)),
+            Prepared::Cpu(w) => Self::Cpu(CpuRunner::new(cfg, w, slots)),
             Prepared::Device(w) => Self::Device(DeviceRunner::new(cfg, w, rope_table(cfg), slots)),
         }
     }

@@ -68,20 +68,15 @@ pub(crate) fn store_rows(row: &[f32], slot: usize, head_dim: usize, block: &mut 
 #[inline(always)]
 pub(crate) fn block_dots<const FMA: bool>(q: &[f32], blocks: &[&[f32]], at: usize, scale: f32, scores: &mut [f32]) {
     let width = q.len() * BLOCK;
-    for (block, out) in blocks.iter().zip(scores.chunks_exact_mut(BLOCK)) {
-        let keys = &block[at..at + width];
+    // Head widths are even, so that dimensions pair up; two chains of additions hide half of the latency.
+    let pairs = q.as_chunks::<2>().0;
+    for (block, out) in blocks.iter().zip(scores.as_chunks_mut::<BLOCK>().0) {
+        let keys = block[at..at + width].as_chunks::<{ 2 * BLOCK }>().0;
         let mut sums = [[0f32; BLOCK]; 2];
-        let mut pairs = keys.chunks_exact(2 * BLOCK);
-        for (two, q) in (&mut pairs).zip(q.chunks_exact(2)) {
+        for (key, q) in keys.iter().zip(pairs) {
             for l in 0..BLOCK {
-                sums[0][l] = fma::<FMA>(q[0], two[l], sums[0][l]);
-                sums[1][l] = fma::<FMA>(q[1], two[BLOCK + l], sums[1][l]);
-            }
-        }
-        if q.len() % 2 == 1 {
-            let last = q[q.len() - 1];
-            for (s, &k) in sums[0].iter_mut().zip(pairs.remainder()) {
-                *s = fma::<FMA>(last, k, *s);
+                sums[0][l] = fma::<FMA>(q[0], key[l], sums[0][l]);
+                sums[1][l] = fma::<FMA>(q[1], key[BLOCK + l], sums[1][l]);
             }
         }
         for l in 0..BLOCK {
@@ -93,20 +88,18 @@ pub(crate) fn block_dots<const FMA: bool>(q: &[f32], blocks: &[&[f32]], at: usiz
 /// Turns `scores[..len]` into unnormalised probabilities, zeroes the padding, returns the sum.
 #[inline(always)]
 pub(crate) fn softmax_in_place<const FMA: bool>(scores: &mut [f32], len: usize) -> f32 {
-    let max = max_or_nan(&scores[..len]);
+    // The padding repeats a real score, so that the maximum needs no tail.
+    let first = scores[0];
+    scores[len..].fill(first);
+    let max = max_or_nan(scores);
     let mut lanes = [0f32; LANES];
-    for s in &mut scores[len..] {
-        *s = max;
-    }
-    for c in scores.chunks_exact_mut(LANES) {
+    for c in scores.as_chunks_mut::<LANES>().0 {
         for s in c.iter_mut() {
             *s = exp::<FMA>(*s - max);
         }
     }
-    for s in &mut scores[len..] {
-        *s = 0.0;
-    }
-    for c in scores.chunks_exact(LANES) {
+    scores[len..].fill(0.0);
+    for c in scores.as_chunks::<LANES>().0 {
         for l in 0..LANES {
             lanes[l] += c[l];
         }
@@ -114,50 +107,48 @@ pub(crate) fn softmax_in_place<const FMA: bool>(scores: &mut [f32], len: usize) 
     lane_sum(lanes)
 }
 
-/// `out = Σ_j p[j] · V[j] · factor` for one head.
+/// `out = Σ_j p[j] · V[j] · factor` for one head; `p` is zero behind the last token, up to a whole block.
 #[inline(always)]
-pub(crate) fn weighted_sum<const FMA: bool>(
+pub(crate) fn weighted_sum<const FMA: bool>(p: &[f32], blocks: &[&[f32]], at: usize, head_dim: usize, factor: f32, out: &mut [f32]) {
+    let mut d = 0;
+    while d + 2 * LANES <= head_dim {
+        weighted_columns::<FMA, { 2 * LANES }>(p, blocks, at, head_dim, d, factor, out);
+        d += 2 * LANES;
+    }
+    while d + 8 <= head_dim {
+        weighted_columns::<FMA, 8>(p, blocks, at, head_dim, d, factor, out);
+        d += 8;
+    }
+    while d < head_dim {
+        weighted_columns::<FMA, 2>(p, blocks, at, head_dim, d, factor, out);
+        d += 2;
+    }
+}
+
+/// Columns `d .. d + W` of [`weighted_sum`]; even and odd tokens are summed apart, which hides the latency.
+#[inline(always)]
+fn weighted_columns<const FMA: bool, const W: usize>(
     p: &[f32],
     blocks: &[&[f32]],
     at: usize,
     head_dim: usize,
-    len: usize,
+    d: usize,
     factor: f32,
     out: &mut [f32],
 ) {
-    let mut d = 0;
-    while d + LANES <= head_dim {
-        let mut sums = [0f32; LANES];
-        for (b, block) in blocks.iter().enumerate() {
-            let first = b * BLOCK;
-            let tokens = BLOCK.min(len - first);
-            let values = &block[at..at + BLOCK * head_dim];
-            for (row, &p) in values.chunks_exact(head_dim).zip(&p[first..first + tokens]) {
-                let v = &row[d..d + LANES];
-                for l in 0..LANES {
-                    sums[l] = fma::<FMA>(p, v[l], sums[l]);
-                }
+    let mut sums = [[0f32; W]; 2];
+    for (block, p) in blocks.iter().zip(p.as_chunks::<BLOCK>().0) {
+        let values = &block[at..at + BLOCK * head_dim];
+        for (two, p) in values.chunks_exact(2 * head_dim).zip(p.as_chunks::<2>().0) {
+            let (even, odd) = (&two[d..d + W], &two[head_dim + d..head_dim + d + W]);
+            for l in 0..W {
+                sums[0][l] = fma::<FMA>(p[0], even[l], sums[0][l]);
+                sums[1][l] = fma::<FMA>(p[1], odd[l], sums[1][l]);
             }
         }
-        for (o, s) in out[d..d + LANES].iter_mut().zip(sums) {
-            *o = s * factor;
-        }
-        d += LANES;
     }
-    if d < head_dim {
-        let tail = &mut out[d..head_dim];
-        tail.fill(0.0);
-        for (b, block) in blocks.iter().enumerate() {
-            let first = b * BLOCK;
-            let tokens = BLOCK.min(len - first);
-            let values = &block[at..at + BLOCK * head_dim];
-            for (row, &p) in values.chunks_exact(head_dim).zip(&p[first..first + tokens]) {
-                super::math::axpy::<FMA>(p, &row[d..head_dim], tail);
-            }
-        }
-        for o in tail {
-            *o *= factor;
-        }
+    for (l, o) in out[d..d + W].iter_mut().enumerate() {
+        *o = (sums[0][l] + sums[1][l]) * factor;
     }
 }
 
@@ -180,12 +171,15 @@ fn attend_body<const FMA: bool>(
     out: &mut [f32],
 ) {
     let d = shape.head_dim;
-    let group = shape.heads / shape.kv_heads;
+    let (group, scale) = (shape.heads / shape.kv_heads, shape.scale());
     let scores = &mut scores[..keys.len() * BLOCK];
-    for (h, (q, out)) in q.chunks_exact(d).zip(out.chunks_exact_mut(d)).enumerate() {
-        let at = h / group * d * BLOCK;
-        block_dots::<FMA>(q, keys, at, shape.scale(), scores);
-        let sum = softmax_in_place::<FMA>(scores, len);
-        weighted_sum::<FMA>(scores, values, at, d, len, 1.0 / sum, out);
+    let heads = q.chunks_exact(d * group).zip(out.chunks_exact_mut(d * group));
+    for (kv, (q, out)) in heads.enumerate() {
+        let at = kv * d * BLOCK;
+        for (q, out) in q.chunks_exact(d).zip(out.chunks_exact_mut(d)) {
+            block_dots::<FMA>(q, keys, at, scale, scores);
+            let sum = softmax_in_place::<FMA>(scores, len);
+            weighted_sum::<FMA>(scores, values, at, d, 1.0 / sum, out);
+        }
     }
 }

@@ -1,11 +1,14 @@
 //! Causal self-attention of whole packed sequences, with rotation inside, forward and backward.
 
+use std::sync::{Mutex, PoisonError};
+
 use super::attention::{
     AttentionShape, BLOCK, attend, block_dots, softmax_in_place, store_rows, store_transposed, weighted_sum,
 };
 use super::math::axpy;
 use super::rope::{RopeTable, rotate};
 use super::simd_fn;
+use crate::par;
 
 /// Scratch of one sequence: rotated queries and blocked keys and values.
 struct Blocked {
@@ -46,7 +49,7 @@ impl Blocked {
 }
 
 /// Self-attention of one sequence: `qkv [len, q | k | v]` unrotated, `out [len, heads · head_dim]`.
-pub(crate) fn sequence_forward(qkv: &[f32], shape: AttentionShape, rope: &RopeTable, out: &mut [f32]) {
+fn sequence_forward(qkv: &[f32], shape: AttentionShape, rope: &RopeTable, out: &mut [f32]) {
     let blocked = Blocked::new(qkv, shape, rope);
     let (keys, values) = (blocked.blocks(&blocked.k_t), blocked.blocks(&blocked.v));
     let mut scores = vec![0f32; keys.len() * BLOCK];
@@ -103,7 +106,7 @@ fn head_backward_body<const FMA: bool>(
         for (dp, &p) in dp.iter_mut().zip(p.iter()) {
             *dp = p * (*dp - delta) * scale;
         }
-        weighted_sum::<FMA>(dp, &inp.keys[..n], at, d, t + 1, 1.0, &mut dq[t * ql + col..t * ql + col + d]);
+        weighted_sum::<FMA>(dp, &inp.keys[..n], at, d, 1.0, &mut dq[t * ql + col..t * ql + col + d]);
         for (j, (dk, dv)) in dk.chunks_exact_mut(d).zip(dv.chunks_exact_mut(d)).take(t + 1).enumerate() {
             axpy::<FMA>(dp[j], q, dk);
             axpy::<FMA>(p[j], g, dv);
@@ -112,7 +115,7 @@ fn head_backward_body<const FMA: bool>(
 }
 
 /// Gradient of [`sequence_forward`]: `dqkv [len, q | k | v]` from `g [len, heads · head_dim]`.
-pub(crate) fn sequence_backward(qkv: &[f32], g: &[f32], shape: AttentionShape, rope: &RopeTable, dqkv: &mut [f32]) {
+fn sequence_backward(qkv: &[f32], g: &[f32], shape: AttentionShape, rope: &RopeTable, dqkv: &mut [f32]) {
     let (ql, kl, width, d) = (shape.q_len(), shape.kv_len(), shape.qkv_len(), shape.head_dim);
     let len = qkv.len() / width;
     let blocked = Blocked::new(qkv, shape, rope);
@@ -150,4 +153,45 @@ pub(crate) fn sequence_backward(qkv: &[f32], g: &[f32], shape: AttentionShape, r
         }
         rotate(&mut row[ql..ql + kl], d, cos, sin, true);
     }
+}
+
+/// Calls `f(from, to, rows of this sequence)` for each sequence of a packed `[tokens, width]`, in parallel.
+fn each_sequence(offsets: &[usize], width: usize, out: &mut [f32], f: impl Fn(usize, usize, &mut [f32]) + Sync + Send) {
+    let mut parts = Vec::with_capacity(offsets.len());
+    let mut rest = out;
+    for w in offsets.windows(2) {
+        let (part, tail) = rest.split_at_mut((w[1] - w[0]) * width);
+        parts.push(Mutex::new((w[0], w[1], part)));
+        rest = tail;
+    }
+    par::for_each(parts.len(), |i| {
+        let mut part = parts[i].lock().unwrap_or_else(PoisonError::into_inner);
+        let (from, to, out) = &mut *part;
+        f(*from, *to, out);
+    });
+}
+
+/// Self-attention of packed sequences: `qkv [tokens, q | k | v]` unrotated, to `out [tokens, heads · head_dim]`.
+///
+/// `offsets` are the sequences' bounds, 0 first and the token count last; positions start at 0 in each.
+pub(crate) fn packed_forward(qkv: &[f32], offsets: &[usize], shape: AttentionShape, rope: &RopeTable, out: &mut [f32]) {
+    let width = shape.qkv_len();
+    each_sequence(offsets, shape.q_len(), out, |from, to, out| {
+        sequence_forward(&qkv[from * width..to * width], shape, rope, out);
+    });
+}
+
+/// Gradient of [`packed_forward`]: `dqkv [tokens, q | k | v]` from `g [tokens, heads · head_dim]`.
+pub(crate) fn packed_backward(
+    qkv: &[f32],
+    g: &[f32],
+    offsets: &[usize],
+    shape: AttentionShape,
+    rope: &RopeTable,
+    dqkv: &mut [f32],
+) {
+    let (width, ql) = (shape.qkv_len(), shape.q_len());
+    each_sequence(offsets, width, dqkv, |from, to, dqkv| {
+        sequence_backward(&qkv[from * width..to * width], &g[from * ql..to * ql], shape, rope, dqkv);
+    });
 }

@@ -1,5 +1,7 @@
 //! SwiGLU over fused gate|up rows, and vector helpers.
 
+use std::sync::{Mutex, PoisonError};
+
 use super::math::{exp, fma};
 use super::simd_fn;
 use crate::par;
@@ -32,33 +34,40 @@ pub(crate) fn swiglu(x: &[f32], inner: usize, out: &mut [f32]) {
 }
 
 simd_fn! {
-    fn swiglu_grad_rows(x: &[f32], g: &[f32], inner: usize, dx: &mut [f32]) = swiglu_grad_body
+    fn swiglu_grad_rows(x: &[f32], g: &[f32], inner: usize, dx: &mut [f32], y: &mut [f32]) = swiglu_grad_body
 }
 
 #[inline(always)]
-fn swiglu_grad_body<const FMA: bool>(x: &[f32], g: &[f32], inner: usize, dx: &mut [f32]) {
+fn swiglu_grad_body<const FMA: bool>(x: &[f32], g: &[f32], inner: usize, dx: &mut [f32], y: &mut [f32]) {
     let rows = x.chunks_exact(2 * inner).zip(dx.chunks_exact_mut(2 * inner)).zip(g.chunks_exact(inner));
-    for ((row, dx), g) in rows {
+    for (((row, dx), g), y) in rows.zip(y.chunks_exact_mut(inner)) {
         let (gate, up) = row.split_at(inner);
         let (dgate, dup) = dx.split_at_mut(inner);
-        for i in 0..inner {
-            let s = 1.0 / (1.0 + exp::<FMA>(-gate[i]));
-            let silu = gate[i] * s;
-            dup[i] = g[i] * silu;
-            dgate[i] = g[i] * up[i] * fma::<FMA>(silu, 1.0 - s, s);
+        let inputs = gate.iter().zip(up).zip(g);
+        let outputs = dgate.iter_mut().zip(dup).zip(y);
+        for (((&gate, &up), &g), ((dgate, dup), y)) in inputs.zip(outputs) {
+            let s = 1.0 / (1.0 + exp::<FMA>(-gate));
+            let silu = gate * s;
+            *y = silu * up;
+            *dup = g * silu;
+            *dgate = g * up * fma::<FMA>(silu, 1.0 - s, s);
         }
     }
 }
 
-/// Gradient of [`swiglu`]: `dx [rows, 2·inner]` from `g [rows, inner]`.
-pub(crate) fn swiglu_grad(x: &[f32], g: &[f32], inner: usize, dx: &mut [f32]) {
+/// Gradient of [`swiglu`]: fills `dx [rows, 2·inner]` from `g [rows, inner]`, and `y` with the forward result.
+pub(crate) fn swiglu_grad(x: &[f32], g: &[f32], inner: usize, dx: &mut [f32], y: &mut [f32]) {
     if inner == 0 {
         return;
     }
     let rows = par::rows_per_chunk(g.len() / inner);
-    par::chunks_mut(dx, rows * 2 * inner, |i, dx| {
-        let from = i * rows * 2 * inner;
-        swiglu_grad_rows(&x[from..from + dx.len()], &g[from / 2..(from + dx.len()) / 2], inner, dx);
+    let chunk = rows * inner;
+    let parts: Vec<_> = dx.chunks_mut(2 * chunk).zip(y.chunks_mut(chunk)).map(Mutex::new).collect();
+    par::for_each(parts.len(), |i| {
+        let mut part = parts[i].lock().unwrap_or_else(PoisonError::into_inner);
+        let (dx, y) = &mut *part;
+        let from = i * chunk;
+        swiglu_grad_rows(&x[2 * from..2 * from + dx.len()], &g[from..from + y.len()], inner, dx, y);
     });
 }
 

@@ -90,28 +90,37 @@ pub(crate) fn axpy<const FMA: bool>(a: f32, x: &[f32], y: &mut [f32]) {
     }
 }
 
-/// The largest element; NaN if any element is NaN, -inf for an empty slice.
+/// The largest lane, in a tree order.
+#[inline(always)]
+fn lane_max(mut lanes: [f32; LANES]) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] = if lanes[i + width] > lanes[i] { lanes[i + width] } else { lanes[i] };
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// The largest element; NaN if any element is NaN or infinite, -inf for an empty slice.
 #[inline(always)]
 pub(crate) fn max_or_nan(xs: &[f32]) -> f32 {
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let mut nan = 0f32;
-    let mut chunks = xs.chunks_exact(LANES);
-    let mut nan_lanes = [0f32; LANES];
-    for c in &mut chunks {
+    let mut largest = [f32::NEG_INFINITY; LANES];
+    // NaN and infinity times 0 are NaN, and NaN stays in a sum.
+    let mut broken = [0f32; LANES];
+    let (chunks, rest) = xs.as_chunks::<LANES>();
+    for c in chunks {
         for l in 0..LANES {
-            lanes[l] = if c[l] > lanes[l] { c[l] } else { lanes[l] };
-            nan_lanes[l] += c[l] * 0.0;
+            largest[l] = if c[l] > largest[l] { c[l] } else { largest[l] };
+            broken[l] += c[l] * 0.0;
         }
     }
-    let mut best = f32::NEG_INFINITY;
-    for &x in chunks.remainder().iter().chain(&lanes) {
-        best = if x > best { x } else { best };
+    for (l, &x) in rest.iter().enumerate() {
+        largest[l] = if x > largest[l] { x } else { largest[l] };
+        broken[l] += x * 0.0;
     }
-    for &x in chunks.remainder() {
-        nan += x * 0.0;
-    }
-    // inf * 0 is NaN too: an infinite input counts as broken, and comes out as NaN.
-    best + nan + lane_sum(nan_lanes)
+    lane_max(largest) + lane_sum(broken)
 }
 
 #[cfg(test)]

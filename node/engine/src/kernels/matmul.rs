@@ -9,11 +9,15 @@ use crate::par;
 pub(crate) const PANEL: usize = 32;
 /// Rows computed together: 8 x 2 accumulators cover the latency of the multiply-add units.
 const TILE_ROWS: usize = 8;
+/// Rows of a transposed left-hand side that are gathered together: one cache line.
+const GATHER_ROWS: usize = 16;
+/// Length of the reduction blocks then: 16 KiB of the left-hand side, and 32 KiB of a panel.
+const GATHER_K: usize = 256;
 /// Bytes of left-hand side kept hot while all panels pass by: a quarter of a 2 MiB second-level cache.
 const HOT_BYTES: usize = 512 * 1024;
 
 /// A right-hand side `B [k, n]` stored as column panels `[ceil(n/32)][k][32]`, zero-padded.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Packed {
     k: usize,
     n: usize,
@@ -69,23 +73,29 @@ impl Packed {
 
     /// Packs a row-major `B [k, n]`.
     pub(crate) fn from_rows(b: &[f32], k: usize, n: usize) -> Self {
-        assert_eq!(b.len(), n * k, "matrix length");
-        let mut data = vec![0f32; n.div_ceil(PANEL) * k * PANEL];
-        if k > 0 {
-            par::chunks_mut(&mut data, k * PANEL, |panel, out| {
-                let first = panel * PANEL;
-                let cols = PANEL.min(n - first);
-                for (p, row) in out.chunks_exact_mut(PANEL).enumerate() {
-                    row[..cols].copy_from_slice(&b[p * n + first..p * n + first + cols]);
-                }
-            });
-        }
-        Self { k, n, data }
+        let mut packed = Self::default();
+        packed.repack_rows(b, k, n);
+        packed
     }
 
-    /// Columns of the product.
-    pub(crate) fn n(&self) -> usize {
-        self.n
+    /// Replaces the content by a row-major `B [k, n]`, keeping the allocation.
+    pub(crate) fn repack_rows(&mut self, b: &[f32], k: usize, n: usize) {
+        assert_eq!(b.len(), n * k, "matrix length");
+        (self.k, self.n) = (k, n);
+        let len = n.div_ceil(PANEL) * k * PANEL;
+        self.data.truncate(len);
+        self.data.resize(len, 0.0);
+        if k == 0 {
+            return;
+        }
+        par::chunks_mut(&mut self.data, k * PANEL, |panel, out| {
+            let first = panel * PANEL;
+            let cols = PANEL.min(n - first);
+            for (p, row) in out.chunks_exact_mut(PANEL).enumerate() {
+                row[..cols].copy_from_slice(&b[p * n + first..p * n + first + cols]);
+                row[cols..].fill(0.0);
+            }
+        });
     }
 
     /// `out [m, n] = lhs [m, k] · B`, or `out += …` if `accumulate`. `out.len()` fixes `m`.
@@ -117,18 +127,45 @@ impl Packed {
         }
     }
 
+    /// One thread's rows of a transposed left-hand side, whose columns are gathered into a small buffer first.
+    ///
+    /// The reduction is cut into blocks, so that buffer and panel stay in the first-level cache.
+    fn mul_block_gathered(&self, lhs: Lhs<'_>, out: &mut [f32], accumulate: bool) {
+        let m = out.len() / self.n;
+        let mut gathered = [0f32; GATHER_K * GATHER_ROWS];
+        for p0 in (0..self.k).step_by(GATHER_K) {
+            let k = GATHER_K.min(self.k - p0);
+            for r0 in (0..m).step_by(GATHER_ROWS) {
+                let rows = GATHER_ROWS.min(m - r0);
+                gather(&lhs.data[p0 * lhs.k_stride + r0..], lhs.k_stride, rows, &mut gathered[..k * GATHER_ROWS]);
+                for (i, panel) in self.data.chunks_exact(self.k * PANEL).enumerate() {
+                    let panel = &panel[p0 * PANEL..(p0 + k) * PANEL];
+                    let first = i * PANEL;
+                    let cols = PANEL.min(self.n - first);
+                    for r in (0..rows).step_by(TILE_ROWS) {
+                        let part = Lhs { data: &gathered[r..], row_stride: 1, k_stride: GATHER_ROWS };
+                        let out = &mut out[(r0 + r) * self.n + first..];
+                        let mut target = Target { out, stride: self.n, cols, accumulate: accumulate || p0 > 0 };
+                        tile(TILE_ROWS.min(rows - r), k, part, panel, &mut target);
+                    }
+                }
+            }
+        }
+    }
+
     /// One thread's rows, all panels.
     fn mul_block(&self, lhs: Lhs<'_>, out: &mut [f32], accumulate: bool) {
+        if lhs.row_stride == 1 && lhs.k_stride > 1 {
+            return self.mul_block_gathered(lhs, out, accumulate);
+        }
         let m = out.len() / self.n;
         for (i, panel) in self.data.chunks_exact(self.k * PANEL).enumerate() {
             let first = i * PANEL;
             let cols = PANEL.min(self.n - first);
-            let mut r = 0;
-            while r < m {
-                let rows = TILE_ROWS.min(m - r);
-                let tile_out = &mut out[r * self.n + first..];
-                tile(rows, self.k, &lhs.data[r * lhs.row_stride..], lhs, panel, tile_out, self.n, cols, accumulate);
-                r += rows;
+            for r in (0..m).step_by(TILE_ROWS) {
+                let part = Lhs { data: &lhs.data[r * lhs.row_stride..], ..lhs };
+                let out = &mut out[r * self.n + first..];
+                tile(TILE_ROWS.min(m - r), self.k, part, panel, &mut Target { out, stride: self.n, cols, accumulate });
             }
         }
     }
@@ -138,12 +175,11 @@ impl Packed {
         let mut by_panel = vec![0f32; self.n.div_ceil(PANEL) * m * PANEL];
         par::chunks_mut(&mut by_panel, m * PANEL, |i, part| {
             let panel = &self.data[i * self.k * PANEL..(i + 1) * self.k * PANEL];
-            let mut r = 0;
-            while r < m {
-                let rows = TILE_ROWS.min(m - r);
-                let rest = &lhs.data[r * lhs.row_stride..];
-                tile(rows, self.k, rest, lhs, panel, &mut part[r * PANEL..], PANEL, PANEL, false);
-                r += rows;
+            for r in (0..m).step_by(TILE_ROWS) {
+                let rest = Lhs { data: &lhs.data[r * lhs.row_stride..], ..lhs };
+                let out = &mut part[r * PANEL..];
+                let mut target = Target { out, stride: PANEL, cols: PANEL, accumulate: false };
+                tile(TILE_ROWS.min(m - r), self.k, rest, panel, &mut target);
             }
         });
         for (i, part) in by_panel.chunks_exact(m * PANEL).enumerate() {
@@ -161,141 +197,138 @@ impl Packed {
     }
 }
 
-/// Computes `rows x cols` outputs of one panel.
-#[expect(clippy::too_many_arguments, reason = "the innermost call; a struct would only move the names")]
-#[inline]
-fn tile(
-    rows: usize,
-    k: usize,
-    data: &[f32],
-    lhs: Lhs<'_>,
-    panel: &[f32],
-    out: &mut [f32],
-    out_stride: usize,
-    cols: usize,
-    accumulate: bool,
-) {
-    let mut acc = [[0f32; PANEL]; TILE_ROWS];
-    debug_assert!(panel.len() >= k * PANEL && rows <= TILE_ROWS && cols <= PANEL);
-    assert!((rows - 1) * lhs.row_stride + (k - 1) * lhs.k_stride < data.len(), "tile out of range");
-    assert!((rows - 1) * out_stride + cols <= out.len(), "tile output out of range");
-    match rows {
-        8 => fill::<8>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
-        7 => fill::<7>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
-        6 => fill::<6>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
-        5 => fill::<5>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
-        4 => fill::<4>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
-        3 => fill::<3>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
-        2 => fill::<2>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
-        _ => fill::<1>(k, data, lhs.row_stride, lhs.k_stride, panel, &mut acc),
-    }
-    for (r, acc) in acc.iter().take(rows).enumerate() {
-        let target = &mut out[r * out_stride..r * out_stride + cols];
-        if accumulate {
-            target.iter_mut().zip(acc).for_each(|(t, &v)| *t += v);
-        } else {
-            target.copy_from_slice(&acc[..cols]);
+/// Copies `rows` neighbours from each row of a strided matrix into rows of sixteen.
+fn gather(from: &[f32], stride: usize, rows: usize, to: &mut [f32]) {
+    let to = to.as_chunks_mut::<GATHER_ROWS>().0;
+    if rows == GATHER_ROWS {
+        for (p, to) in to.iter_mut().enumerate() {
+            if let Some(line) = from[p * stride..].first_chunk::<GATHER_ROWS>() {
+                *to = *line;
+            }
+        }
+    } else {
+        for (p, to) in to.iter_mut().enumerate() {
+            to[..rows].copy_from_slice(&from[p * stride..p * stride + rows]);
         }
     }
 }
 
-/// `acc[r][c] = Σ_p lhs(r, p) · panel[p][c]` for R rows.
+/// Where a tile of outputs goes.
+struct Target<'a> {
+    out: &'a mut [f32],
+    stride: usize,
+    cols: usize,
+    accumulate: bool,
+}
+
+/// Computes `rows x cols` outputs of one panel; `lhs.data` starts at the tile's first row.
 #[inline]
-fn fill<const R: usize>(
-    k: usize,
-    data: &[f32],
-    row_stride: usize,
-    k_stride: usize,
-    panel: &[f32],
-    acc: &mut [[f32; PANEL]; TILE_ROWS],
-) {
+fn tile(rows: usize, k: usize, lhs: Lhs<'_>, panel: &[f32], target: &mut Target<'_>) {
+    assert!(rows >= 1 && k >= 1 && panel.len() >= k * PANEL && target.cols <= PANEL, "tile shape");
+    assert!((rows - 1) * lhs.row_stride + (k - 1) * lhs.k_stride < lhs.data.len(), "tile out of range");
+    assert!((rows - 1) * target.stride + target.cols <= target.out.len(), "tile output out of range");
+    match rows {
+        8 => fill::<8>(k, lhs, panel, target),
+        7 => fill::<7>(k, lhs, panel, target),
+        6 => fill::<6>(k, lhs, panel, target),
+        5 => fill::<5>(k, lhs, panel, target),
+        4 => fill::<4>(k, lhs, panel, target),
+        3 => fill::<3>(k, lhs, panel, target),
+        2 => fill::<2>(k, lhs, panel, target),
+        _ => fill::<1>(k, lhs, panel, target),
+    }
+}
+
+/// `out[r][c] (+)= Σ_p lhs(r, p) · panel[p][c]` for R rows.
+#[inline]
+fn fill<const R: usize>(k: usize, lhs: Lhs<'_>, panel: &[f32], target: &mut Target<'_>) {
     #[cfg(target_arch = "x86_64")]
     match super::simd_level() {
-        // SAFETY: the processor has AVX-512 F; `tile` has checked that every address read is inside the slices.
-        super::SimdLevel::Avx512 => return unsafe { fill_avx512::<R>(k, data, row_stride, k_stride, panel, acc) },
+        // SAFETY: the processor has AVX-512 F; `tile` has checked that every address is inside the slices.
+        super::SimdLevel::Avx512 => return unsafe { fill_avx512::<R>(k, lhs, panel, target) },
         // SAFETY: the processor has AVX2 and FMA.
-        super::SimdLevel::Avx2 => return unsafe { fill_avx2::<R>(k, data, row_stride, k_stride, panel, acc) },
+        super::SimdLevel::Avx2 => return unsafe { fill_avx2::<R>(k, lhs, panel, target) },
         super::SimdLevel::Baseline => {}
     }
-    fill_body::<R, { super::BASELINE_FMA }>(k, data, row_stride, k_stride, panel, acc);
+    fill_body::<R, { super::BASELINE_FMA }>(k, lhs, panel, target);
 }
 
 /// The portable loop, the definition of what the others compute.
 #[inline(always)]
-fn fill_body<const R: usize, const FMA: bool>(
-    k: usize,
-    data: &[f32],
-    row_stride: usize,
-    k_stride: usize,
-    panel: &[f32],
-    acc: &mut [[f32; PANEL]; TILE_ROWS],
-) {
-    // Four rows by eight columns at a time stay in sixteen registers of eight lanes.
-    for r in 0..R {
-        for c0 in (0..PANEL).step_by(8) {
-            let mut sum = [0f32; 8];
-            for (p, b) in panel.chunks_exact(PANEL).take(k).enumerate() {
-                let a = data[r * row_stride + p * k_stride];
-                for l in 0..8 {
-                    sum[l] = super::math::fma::<FMA>(a, b[c0 + l], sum[l]);
+fn fill_body<const R: usize, const FMA: bool>(k: usize, lhs: Lhs<'_>, panel: &[f32], target: &mut Target<'_>) {
+    const WIDTH: usize = 16;
+    for c0 in (0..target.cols).step_by(WIDTH) {
+        let mut sums = [[0f32; WIDTH]; R];
+        for (p, b) in panel.chunks_exact(PANEL).take(k).enumerate() {
+            let b = &b[c0..c0 + WIDTH];
+            for (r, sum) in sums.iter_mut().enumerate() {
+                let a = lhs.data[r * lhs.row_stride + p * lhs.k_stride];
+                for l in 0..WIDTH {
+                    sum[l] = super::math::fma::<FMA>(a, b[l], sum[l]);
                 }
             }
-            acc[r][c0..c0 + 8].copy_from_slice(&sum);
+        }
+        let cols = WIDTH.min(target.cols - c0);
+        for (r, sum) in sums.iter().enumerate() {
+            let out = &mut target.out[r * target.stride + c0..r * target.stride + c0 + cols];
+            if target.accumulate {
+                out.iter_mut().zip(sum).for_each(|(o, &v)| *o += v);
+            } else {
+                out.copy_from_slice(&sum[..cols]);
+            }
         }
     }
 }
 
-/// AVX2: three rows of four registers would fit; two rows keep the code small.
+/// The portable loop with AVX2.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-fn fill_avx2<const R: usize>(
-    k: usize,
-    data: &[f32],
-    row_stride: usize,
-    k_stride: usize,
-    panel: &[f32],
-    acc: &mut [[f32; PANEL]; TILE_ROWS],
-) {
-    fill_body::<R, true>(k, data, row_stride, k_stride, panel, acc);
+fn fill_avx2<const R: usize>(k: usize, lhs: Lhs<'_>, panel: &[f32], target: &mut Target<'_>) {
+    fill_body::<R, true>(k, lhs, panel, target);
 }
 
-/// AVX-512: R rows by two registers.
+/// AVX-512: R rows by two registers, stored straight to the output.
 ///
 /// # Safety
-/// `(R - 1) * row_stride + (k - 1) * k_stride < data.len()` and `panel.len() >= k * PANEL`.
+/// `tile`'s assertions hold for `rows = R`.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn fill_avx512<const R: usize>(
-    k: usize,
-    data: &[f32],
-    row_stride: usize,
-    k_stride: usize,
-    panel: &[f32],
-    acc: &mut [[f32; PANEL]; TILE_ROWS],
-) {
-    use std::arch::x86_64::{_mm512_fmadd_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_storeu_ps};
+unsafe fn fill_avx512<const R: usize>(k: usize, lhs: Lhs<'_>, panel: &[f32], target: &mut Target<'_>) {
+    use std::arch::x86_64::{
+        __mmask16, _mm512_add_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps,
+        _mm512_set1_ps, _mm512_setzero_ps,
+    };
     let mut sums = [[_mm512_setzero_ps(); 2]; R];
     let mut b = panel.as_ptr();
-    let mut a = data.as_ptr();
+    let mut a = lhs.data.as_ptr();
     for _ in 0..k {
         // SAFETY: by this function's contract the two loads and the R reads are inside the slices.
         unsafe {
             let b0 = _mm512_loadu_ps(b);
             let b1 = _mm512_loadu_ps(b.add(16));
             for (r, sum) in sums.iter_mut().enumerate() {
-                let x = _mm512_set1_ps(*a.wrapping_add(r.wrapping_mul(row_stride)));
+                let x = _mm512_set1_ps(*a.wrapping_add(r.wrapping_mul(lhs.row_stride)));
                 sum[0] = _mm512_fmadd_ps(x, b0, sum[0]);
                 sum[1] = _mm512_fmadd_ps(x, b1, sum[1]);
             }
         }
         b = b.wrapping_add(PANEL);
-        a = a.wrapping_add(k_stride);
+        a = a.wrapping_add(lhs.k_stride);
     }
-    for (out, sum) in acc.iter_mut().zip(&sums) {
-        // SAFETY: a row of `acc` holds 32 floats.
-        unsafe {
-            _mm512_storeu_ps(out.as_mut_ptr(), sum[0]);
-            _mm512_storeu_ps(out.as_mut_ptr().add(16), sum[1]);
+    let lanes = |cols: usize| -> __mmask16 { if cols >= 16 { !0 } else { (1u16 << cols) - 1 } };
+    let masks = [lanes(target.cols), lanes(target.cols.saturating_sub(16))];
+    for (r, sum) in sums.iter().enumerate() {
+        let row = target.out.as_mut_ptr().wrapping_add(r.wrapping_mul(target.stride));
+        for (half, &mask) in masks.iter().enumerate() {
+            let at = row.wrapping_add(16 * half);
+            let mut value = sum[half];
+            // SAFETY: lanes outside the row's `cols` are masked off; the others are inside `target.out`.
+            unsafe {
+                if target.accumulate {
+                    value = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, at), value);
+                }
+                _mm512_mask_storeu_ps(at, mask, value);
+            }
         }
     }
 }
@@ -318,7 +351,7 @@ mod tests {
     }
 
     fn wave(len: usize, f: f32) -> Vec<f32> {
-        (0u16..).take(len).map(|i| (f32::from(i) * f).sin()).collect()
+        (0..len).map(|i| ((i % 60_000) as f32 * f).sin()).collect()
     }
 
     #[test]
@@ -359,6 +392,34 @@ mod tests {
             let mut one = vec![0f32; n];
             packed.mul(Lhs::rows(&a[r * k..(r + 1) * k], k), &mut one, false);
             assert_eq!(one, all[r * n..(r + 1) * n]);
+        }
+    }
+
+    // TEMPBENCH
+    #[test]
+    #[ignore]
+    fn bench_shapes() {
+        let best = |f: &mut dyn FnMut()| {
+            let mut t = f64::MAX;
+            for _ in 0..400 { let s = std::time::Instant::now(); f(); t = t.min(s.elapsed().as_secs_f64()); }
+            t
+        };
+        for (name, m, k, n) in [("qkv", 1280, 128, 256), ("o", 1280, 128, 128), ("gu", 1280, 128, 768), ("down", 1280, 384, 128), ("qkv32", 32, 128, 256), ("gu32", 32, 128, 768), ("down32", 32, 384, 128), ("head32", 32, 128, 264)] {
+            let x = wave(m * k, 0.3); let w = wave(n * k, 0.2); let g = wave(m * n, 0.1);
+            let p = Packed::from_weight(&w, n, k);
+            let mut out = vec![0f32; m * n];
+            let fl = 2.0 * (m * n * k) as f64;
+            let t = best(&mut || p.mul(Lhs::rows(&x, k), &mut out, false));
+            let pb = Packed::from_rows(&w, n, k);
+            let mut dx = vec![0f32; m * k];
+            let t2 = best(&mut || pb.mul(Lhs::rows(&g, n), &mut dx, false));
+            let mut pack = Packed::default();
+            let mut dw = vec![0f32; n * k];
+            let t3 = best(&mut || { pack.repack_rows(&x, m, k); pack.mul(Lhs::transposed(&g, n), &mut dw, false) });
+            let t4 = best(&mut || pack.repack_rows(&x, m, k));
+            let tg = best(&mut || unsafe { gemm::gemm(m, n, k, out.as_mut_ptr(), 1, n as isize, false, x.as_ptr(), 1, k as isize, w.as_ptr(), k as isize, 1, 0f32, 1f32, false, false, false, gemm::Parallelism::None) });
+            let tg3 = best(&mut || unsafe { gemm::gemm(n, k, m, dw.as_mut_ptr(), 1, k as isize, false, g.as_ptr(), n as isize, 1, x.as_ptr(), 1, k as isize, 0f32, 1f32, false, false, false, gemm::Parallelism::None) });
+            println!("{name}: fwd {:.0} dx {:.0} dw {:.0} (pack {:.0}%) gemm fwd {:.0} dw {:.0} GF/s", fl/t/1e9, fl/t2/1e9, fl/t3/1e9, 100.0*t4/t3, fl/tg/1e9, fl/tg3/1e9);
         }
     }
 }

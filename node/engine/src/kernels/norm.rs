@@ -1,5 +1,7 @@
 //! RMSNorm, forward and backward, over rows.
 
+use std::sync::{Mutex, PoisonError};
+
 use super::math::{dot, fma, sum_map};
 use super::simd_fn;
 use crate::par;
@@ -43,36 +45,53 @@ pub(crate) fn forward(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
 }
 
 simd_fn! {
-    /// `dx` of one block of rows, and its addition to `dw`.
-    fn backward_rows(x: &[f32], w: &[f32], g: &[f32], eps: f32, dx: &mut [f32], dw: &mut [f32]) = backward_body
+    /// Adds one block of rows to `dx` and `dw`, and fills `y` with the forward result.
+    fn backward_rows(x: &[f32], w: &[f32], g: &[f32], eps: f32, dx: &mut [f32], dw: &mut [f32], y: &mut [f32]) = backward_body
 }
 
 #[inline(always)]
 #[expect(clippy::cast_precision_loss, reason = "a row is far shorter than 2^24")]
-fn backward_body<const FMA: bool>(x: &[f32], w: &[f32], g: &[f32], eps: f32, dx: &mut [f32], dw: &mut [f32]) {
+fn backward_body<const FMA: bool>(x: &[f32], w: &[f32], g: &[f32], eps: f32, dx: &mut [f32], dw: &mut [f32], y: &mut [f32]) {
     let n = w.len();
-    let mut gw = vec![0f32; n];
-    for ((x, g), dx) in x.chunks_exact(n).zip(g.chunks_exact(n)).zip(dx.chunks_exact_mut(n)) {
+    let rows = x.chunks_exact(n).zip(g.chunks_exact(n)).zip(dx.chunks_exact_mut(n)).zip(y.chunks_exact_mut(n));
+    for (((x, g), dx), y) in rows {
         let r = inv_rms(x, eps);
-        for i in 0..n {
-            gw[i] = g[i] * w[i];
+        for ((y, &x), &w) in y.iter_mut().zip(x).zip(w) {
+            *y = x * r * w;
         }
-        let c = dot::<FMA>(&gw, x) * r * r * r / n as f32;
-        for i in 0..n {
-            dx[i] = fma::<FMA>(gw[i], r, -x[i] * c);
+        // Σ g·w·x / r = Σ g·y / r²; the factor of x in dx is then r² · Σ g·y / n.
+        let c = dot::<FMA>(g, y) * r * r / n as f32;
+        for (((dx, &x), &g), &w) in dx.iter_mut().zip(x).zip(g).zip(w) {
+            *dx += fma::<FMA>(g * w, r, -x * c);
         }
-        for i in 0..n {
-            dw[i] = fma::<FMA>(g[i] * x[i], r, dw[i]);
+        for ((dw, &x), &g) in dw.iter_mut().zip(x).zip(g) {
+            *dw = fma::<FMA>(g * x, r, *dw);
         }
     }
 }
 
-/// Gradients of [`forward`]: fills `dx`, returns `dw` (summed over rows in a fixed order).
-pub(crate) fn backward(x: &[f32], w: &[f32], g: &[f32], eps: f32, dx: &mut [f32]) -> Vec<f32> {
+/// Rows whose share of `dw` is summed together.
+const ROWS_PER_SUM: usize = 64;
+
+/// Gradients of [`forward`]: adds to `dx [rows, n]` and to `dw [n]`, and fills `y` with the forward result.
+///
+/// `dw` is summed over blocks of 64 rows, in order, whatever the number of threads.
+pub(crate) fn backward(x: &[f32], w: &[f32], g: &[f32], eps: f32, dx: &mut [f32], dw: &mut [f32], y: &mut [f32]) {
     let n = w.len();
-    let mut dw = vec![0f32; n];
-    if n > 0 {
-        backward_rows(x, w, g, eps, dx, &mut dw);
+    if n == 0 {
+        return;
     }
-    dw
+    let block = ROWS_PER_SUM * n;
+    let blocks = x.len().div_ceil(block);
+    let mut partial = vec![0f32; blocks * n];
+    let parts: Vec<_> = dx.chunks_mut(block).zip(y.chunks_mut(block)).zip(partial.chunks_mut(n)).map(Mutex::new).collect();
+    par::for_each(blocks, |i| {
+        let mut part = parts[i].lock().unwrap_or_else(PoisonError::into_inner);
+        let ((dx, y), dw) = &mut *part;
+        let at = i * block..i * block + dx.len();
+        backward_rows(&x[at.clone()], w, &g[at], eps, dx, dw, y);
+    });
+    for part in partial.chunks_exact(n) {
+        dw.iter_mut().zip(part).for_each(|(d, &p)| *d += p);
+    }
 }

@@ -62,23 +62,16 @@ pub(crate) fn check_samples(cfg: &LlamaConfig, batch: &[Sample], policy_gradient
     Ok(())
 }
 
-/// Tokens below which a micro-batch's overheads (packing weights, merging gradients) would be felt.
-const MICRO_BATCH_TOKENS_MIN: usize = 512;
-/// Micro-batches that a batch is cut into if it is large enough: keeps a few threads evenly busy.
-const MICRO_BATCHES_WANTED: usize = 8;
-
 /// Cuts a batch into micro-batches of at most `tokens_max` tokens (a longer sample goes alone), in order.
 ///
 /// The cut depends on the batch only, so that sums have one order on any number of threads.
 pub(crate) fn micro_batches(batch: &[Sample], tokens_max: usize) -> Vec<MicroBatch> {
-    let total: usize = batch.iter().map(|s| s.tokens.len()).sum();
-    let target = total.div_ceil(MICRO_BATCHES_WANTED).max(MICRO_BATCH_TOKENS_MIN).min(tokens_max.max(1));
     let mut out = Vec::new();
     let mut first = 0;
     while first < batch.len() {
         let mut tokens = batch[first].tokens.len();
         let mut end = first + 1;
-        while end < batch.len() && tokens + batch[end].tokens.len() <= target {
+        while end < batch.len() && tokens + batch[end].tokens.len() <= tokens_max {
             tokens += batch[end].tokens.len();
             end += 1;
         }

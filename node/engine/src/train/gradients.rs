@@ -1,20 +1,22 @@
 //! Gradients of one batch: micro-batches in parallel or one by one, summed in one fixed order.
 
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, Var};
 
 use super::batch::MicroBatch;
 use super::loss::{LossSums, Objective};
 use crate::config::LlamaConfig;
+use crate::cpu::CpuModel;
+use crate::cpu::backward::BackwardScratch;
+use crate::cpu::forward::Tape;
+use crate::cpu::model::BackwardPacks;
+use crate::device_model::DeviceModel;
 use crate::error::TrainError;
-use crate::kernels::elementwise::sum_squares;
+use crate::kernels::elementwise::{add_assign, sum_squares};
 use crate::kernels::rope::RopeTable;
-use crate::model::{Llama, variables};
-use crate::ops::{Backend, with_f32};
 use crate::par;
+use crate::tensors::{to_host, with_f32};
 
 /// What a set of micro-batches yields.
 #[derive(Debug)]
@@ -32,50 +34,23 @@ pub(crate) struct GradientPlan<'a> {
     pub(crate) cfg: &'a LlamaConfig,
     /// Its rotary table.
     pub(crate) rope: &'a Arc<RopeTable>,
-    /// Operators.
-    pub(crate) backend: Backend,
-    /// Micro-batches at the same time, each on one thread; 1 = one by one, each on all threads of the pool.
-    pub(crate) at_once: usize,
+    /// Partial sums: consecutive micro-batches are added up in one of these, and the sums in order at the end.
+    ///
+    /// With several, each runs on one thread, and the bits depend on their number, not on that of the threads. With
+    /// one, every operation runs on all threads. CPU only.
+    pub(crate) lanes: usize,
 }
 
-/// Finished micro-batches that wait for an earlier one, and the sum so far.
+/// One partial sum.
 #[derive(Default)]
-struct Merge {
-    next: usize,
-    early: BTreeMap<usize, (Vec<Tensor>, LossSums)>,
-    sum: Option<Vec<Tensor>>,
+struct Lane {
+    grads: Vec<Vec<f32>>,
     sums: LossSums,
-    failed: Option<(usize, TrainError)>,
+    failed: Option<TrainError>,
 }
 
-impl Merge {
-    /// Takes micro-batch `index` in and adds every result whose turn has come.
-    fn take(&mut self, index: usize, result: Result<(Vec<Tensor>, LossSums), TrainError>) {
-        match result {
-            Ok(done) => {
-                self.early.insert(index, done);
-            }
-            Err(e) => {
-                if self.failed.as_ref().is_none_or(|(first, _)| index < *first) {
-                    self.failed = Some((index, e));
-                }
-                return;
-            }
-        }
-        while let Some((grads, sums)) = self.early.remove(&self.next) {
-            self.sums.add(&sums);
-            self.next += 1;
-            let merged = match self.sum.take() {
-                None => Ok(grads),
-                Some(sum) => sum.iter().zip(&grads).map(|(a, b)| a.add(b)).collect(),
-            };
-            match merged {
-                Ok(sum) => self.sum = Some(sum),
-                Err(e) => self.failed = Some((self.next - 1, e.into())),
-            }
-        }
-    }
-}
+/// Activations and gradient buffers of the threads, kept from lane to lane.
+type Buffers = Mutex<Vec<(Tape, BackwardScratch)>>;
 
 impl GradientPlan<'_> {
     /// Gradients of the mean over all trained tokens of `micro`, for fused parameters `params`.
@@ -84,72 +59,139 @@ impl GradientPlan<'_> {
     ///
     /// # Errors
     /// `NonFinite` as soon as a log-probability is not a number; `Tensor` if the device fails.
-    pub(crate) fn compute(&self, params: &[Tensor], micro: &[MicroBatch], objective: Objective) -> Result<BatchGradients, TrainError> {
-        let vars = variables(params)?;
-        let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
-        let model = Llama::new(self.cfg, &tensors, Arc::clone(self.rope), self.backend)?;
+    pub(crate) fn compute(
+        &self,
+        params: &[Tensor],
+        micro: &[MicroBatch],
+        objective: Objective,
+    ) -> Result<BatchGradients, TrainError> {
         let trained: usize = micro.iter().map(|m| m.terms.len()).sum();
-        let merge = Mutex::new(Merge::default());
-        let next = AtomicUsize::new(0);
-        let work = || {
-            loop {
-                let i = next.fetch_add(1, Ordering::Relaxed);
-                let Some(part) = micro.get(i) else { break };
-                let result = micro_gradients(&model, &tensors, part, objective, trained);
-                let mut merge = merge.lock().unwrap_or_else(PoisonError::into_inner);
-                merge.take(i, result);
-                if merge.failed.is_some() {
-                    break;
-                }
-            }
-        };
-        if self.at_once > 1 {
-            par::for_each(self.at_once, |_| par::serial(work));
+        if params.iter().all(|p| p.device().is_cpu()) {
+            self.compute_cpu(params, micro, objective, trained)
         } else {
-            work();
+            self.compute_device(params, micro, objective, trained)
         }
-        let merge = merge.into_inner().unwrap_or_else(PoisonError::into_inner);
-        match (merge.failed, merge.sum) {
-            (Some((_, e)), _) => Err(e),
-            (None, Some(grads)) => Ok(BatchGradients { grads, sums: merge.sums }),
-            (None, None) => Err(TrainError::NothingToTrain { samples: 0 }),
+    }
+
+    /// By our own kernels.
+    fn compute_cpu(
+        &self,
+        params: &[Tensor],
+        micro: &[MicroBatch],
+        objective: Objective,
+        trained: usize,
+    ) -> Result<BatchGradients, TrainError> {
+        let model = CpuModel::new(self.cfg, params, Arc::clone(self.rope))?;
+        let packs = BackwardPacks::new(self.cfg, params)?;
+        let lanes = self.lanes.clamp(1, micro.len().max(1));
+        let results: Vec<Mutex<Lane>> = (0..lanes).map(|_| Mutex::default()).collect();
+        let buffers = Buffers::default();
+        let run = |lane: usize| {
+            let part = &micro[micro.len() * lane / lanes..micro.len() * (lane + 1) / lanes];
+            let mut buffer = buffers.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
+            let done = run_lane(&model, &packs, part, &mut buffer, |rows, m| derivatives(rows, m, objective, trained), params);
+            buffers.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
+            *results[lane].lock().unwrap_or_else(PoisonError::into_inner) = done;
+        };
+        if lanes > 1 {
+            par::for_each(lanes, |lane| par::serial(|| run(lane)));
+        } else {
+            run(0);
         }
+        let mut total = Lane::default();
+        for lane in results {
+            let lane = lane.into_inner().unwrap_or_else(PoisonError::into_inner);
+            if let Some(e) = lane.failed {
+                return Err(e);
+            }
+            total.sums.add(&lane.sums);
+            if total.grads.is_empty() {
+                total.grads = lane.grads;
+            } else {
+                total.grads.iter_mut().zip(&lane.grads).for_each(|(a, b)| add_assign(a, b));
+            }
+        }
+        let tensors = total.grads.into_iter().zip(params).map(|(g, p)| Tensor::from_vec(g, p.dims(), &Device::Cpu));
+        Ok(BatchGradients { grads: tensors.collect::<candle_core::Result<_>>()?, sums: total.sums })
+    }
+
+    /// By candle's autograd, one micro-batch after the other.
+    pub(crate) fn compute_device(
+        &self,
+        params: &[Tensor],
+        micro: &[MicroBatch],
+        objective: Objective,
+        trained: usize,
+    ) -> Result<BatchGradients, TrainError> {
+        let vars = params.iter().map(Var::from_tensor).collect::<candle_core::Result<Vec<_>>>()?;
+        let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
+        let model = DeviceModel::new(self.cfg, tensors.clone(), Arc::clone(self.rope))?;
+        let mut total = LossSums::default();
+        let mut sum: Vec<Option<Tensor>> = vec![None; tensors.len()];
+        for part in micro {
+            let out = model.logprobs(&part.packed)?;
+            let (g, sums) = derivatives(&to_host(&out, "loss")?, part, objective, trained)?;
+            total.add(&sums);
+            let weights: Vec<f32> = g.into_iter().flat_map(|g| [g, 0.0]).collect();
+            let weights = Tensor::from_vec(weights, out.dims(), out.device())?;
+            let mut store = out.mul(&weights)?.sum_all()?.backward()?;
+            for (sum, p) in sum.iter_mut().zip(&tensors) {
+                let Some(g) = store.remove(p) else { continue };
+                *sum = Some(match sum.take() {
+                    Some(s) => s.add(&g)?,
+                    None => g,
+                });
+            }
+        }
+        let grads = sum.into_iter().zip(&tensors).map(|(g, p)| g.map_or_else(|| p.zeros_like(), Ok));
+        Ok(BatchGradients { grads: grads.collect::<candle_core::Result<_>>()?, sums: total })
     }
 }
 
-/// Forward, loss and backward of one micro-batch.
-#[expect(clippy::cast_precision_loss, reason = "token counts are below 2^24")]
-fn micro_gradients(
-    model: &Llama,
+/// Forward, loss and backward of consecutive micro-batches, added up.
+fn run_lane(
+    model: &CpuModel,
+    packs: &BackwardPacks,
+    micro: &[MicroBatch],
+    (tape, scratch): &mut (Tape, BackwardScratch),
+    derivatives: impl Fn(&[f32], &MicroBatch) -> Result<(Vec<f32>, LossSums), TrainError>,
     params: &[Tensor],
+) -> Lane {
+    let grads = params.iter().map(|p| vec![0f32; p.elem_count()]).collect();
+    let mut lane = Lane { grads, ..Lane::default() };
+    for part in micro {
+        let rows = model.logprobs(&part.packed, tape);
+        match derivatives(&rows, part) {
+            Ok((g, sums)) => {
+                lane.sums.add(&sums);
+                model.gradients(packs, &part.packed, tape, &g, scratch, &mut lane.grads);
+            }
+            Err(e) => {
+                lane.failed = Some(e);
+                break;
+            }
+        }
+    }
+    lane
+}
+
+/// The mean loss's derivative by each row's log-probability, and the loss sums, from `[rows, 2]` model outputs.
+#[expect(clippy::cast_precision_loss, reason = "token counts are below 2^24")]
+fn derivatives(
+    rows: &[f32],
     part: &MicroBatch,
     objective: Objective,
     trained: usize,
-) -> Result<(Vec<Tensor>, LossSums), TrainError> {
-    let out = model.logprobs(&part.packed)?;
-    let values = out.to_device(&Device::Cpu)?;
+) -> Result<(Vec<f32>, LossSums), TrainError> {
     let mut sums = LossSums::default();
     let scale = 1.0 / trained as f32;
-    let derivatives = with_f32(&values, "loss", |rows| {
-        let mut g = Vec::with_capacity(rows.len());
-        for (row, &term) in rows.chunks_exact(2).zip(&part.terms) {
-            g.extend([objective.token(row[0], row[1], term, &mut sums) * scale, 0.0]);
-        }
-        Ok(g)
-    })?;
-    if !(sums.loss.is_finite() && sums.kl.is_finite() && sums.entropy.is_finite()) {
-        return Err(TrainError::NonFinite { what: "loss", got: sums.loss });
+    let rows = rows.chunks_exact(2).zip(&part.terms);
+    let g = rows.map(|(row, &term)| objective.token(row[0], row[1], term, &mut sums) * scale).collect();
+    if sums.loss.is_finite() && sums.kl.is_finite() && sums.entropy.is_finite() {
+        Ok((g, sums))
+    } else {
+        Err(TrainError::NonFinite { what: "loss", got: sums.loss })
     }
-    let derivatives = Tensor::from_vec(derivatives, out.dims(), out.device())?;
-    let mut store = out.mul(&derivatives)?.sum_all()?.backward()?;
-    let grads = params
-        .iter()
-        .map(|p| match store.remove(p) {
-            Some(g) => Ok(g),
-            None => p.zeros_like(),
-        })
-        .collect::<candle_core::Result<Vec<_>>>()?;
-    Ok((grads, sums))
 }
 
 /// Euclidean norm over all gradients, summed in f64 in a fixed order.
@@ -168,4 +210,84 @@ pub(crate) fn global_norm(grads: &[Tensor]) -> candle_core::Result<f64> {
         total += part.into_inner().unwrap_or_else(PoisonError::into_inner)?;
     }
     Ok(total.sqrt())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::params::{fuse, rope_table};
+    use crate::testing::tiny_config;
+    use crate::train::batch::{Sample, micro_batches};
+    use crate::weights::Weights;
+
+    fn samples() -> Vec<Sample> {
+        (0u16..7)
+            .map(|i| {
+                let len = 5 + usize::from(i) * 6;
+                Sample {
+                    tokens: (0..len).map(|t| u32::try_from((t * 7 + usize::from(i) * 13) % 64).unwrap()).collect(),
+                    loss_mask: (0..len).map(|t| t > 2 && t % 3 != 0).collect(),
+                    behaviour_logprobs: (0u16..).take(len).map(|t| -4.2 + f32::from(t % 5) * 0.05).collect(),
+                    advantage: if i % 2 == 0 { 1.0 } else { -0.5 },
+                }
+            })
+            .collect()
+    }
+
+    /// Own kernels against candle's autograd over composed operators: 1e-5 of a parameter's largest gradient is some
+    /// dozens of f32 roundings of the longest sums.
+    #[test]
+    fn own_kernels_and_candles_autograd_agree_and_reach_every_parameter() {
+        for tied in [true, false] {
+            let mut cfg = tiny_config();
+            cfg.tie_word_embeddings = tied;
+            let weights = Weights::random(&cfg, &Device::Cpu, 5).unwrap();
+            let params = fuse(&cfg, &weights, &Device::Cpu).unwrap();
+            let micro = micro_batches(&samples(), 60);
+            assert!(micro.len() > 2);
+            let trained = micro.iter().map(|m| m.terms.len()).sum();
+            let plan = GradientPlan { cfg: &cfg, rope: &rope_table(&cfg), lanes: 4 };
+            let objective = Objective::PolicyGradient { clip_low: 0.2, clip_high: 0.28 };
+            let own = plan.compute(&params, &micro, objective).unwrap();
+            let other = plan.compute_device(&params, &micro, objective, trained).unwrap();
+            assert!((own.sums.loss - other.sums.loss).abs() < 1e-5 * own.sums.loss.abs());
+            assert_eq!((own.sums.tokens, own.sums.clipped), (other.sums.tokens, other.sums.clipped));
+            for (i, (a, b)) in own.grads.iter().zip(&other.grads).enumerate() {
+                let (a, b) = (to_host(a, "").unwrap(), to_host(b, "").unwrap());
+                let largest = b.iter().fold(0f32, |m, v| m.max(v.abs()));
+                assert!(largest > 0.0, "parameter {i} has no gradient");
+                for (a, b) in a.iter().zip(&b) {
+                    assert!((a - b).abs() <= 1e-5 * largest, "parameter {i}: {a} against {b}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sums_have_the_same_bits_on_one_thread_and_on_three() {
+        let cfg = tiny_config();
+        let params = fuse(&cfg, &Weights::random(&cfg, &Device::Cpu, 5).unwrap(), &Device::Cpu).unwrap();
+        let micro = micro_batches(&samples(), 30);
+        let run = |threads: usize| {
+            let plan = GradientPlan { cfg: &cfg, rope: &rope_table(&cfg), lanes: 3 };
+            let pool = par::pool(threads, 0, "test").unwrap();
+            let out = pool.install(|| plan.compute(&params, &micro, Objective::CrossEntropy)).unwrap();
+            out.grads.iter().map(|g| to_host(g, "").unwrap()).collect::<Vec<_>>()
+        };
+        assert_eq!(run(1), run(3));
+    }
+
+    #[test]
+    fn one_lane_on_three_threads_agrees_with_its_own_run_on_one() {
+        let cfg = tiny_config();
+        let params = fuse(&cfg, &Weights::random(&cfg, &Device::Cpu, 5).unwrap(), &Device::Cpu).unwrap();
+        let micro = micro_batches(&samples(), 200);
+        let run = |threads: usize| {
+            let plan = GradientPlan { cfg: &cfg, rope: &rope_table(&cfg), lanes: 1 };
+            let pool = par::pool(threads, 0, "test").unwrap();
+            let out = pool.install(|| plan.compute(&params, &micro, Objective::CrossEntropy)).unwrap();
+            out.grads.iter().map(|g| to_host(g, "").unwrap()).collect::<Vec<_>>()
+        };
+        assert_eq!(run(1), run(3));
+    }
 }

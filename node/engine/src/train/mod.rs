@@ -19,15 +19,19 @@ use optim::{AdamW, Slot};
 use crate::config::LlamaConfig;
 use crate::error::TrainError;
 use crate::kernels::rope::RopeTable;
-use crate::model::{fuse, rope_table, split};
-use crate::ops::Backend;
 use crate::par;
+use crate::params::{fuse, rope_table, split};
 use crate::weights::Weights;
 
-/// Parameters up to which each thread takes whole micro-batches; above, all threads share one.
+/// Parameters up to which each thread works on micro-batches of its own; above, all threads share one.
 ///
-/// Each thread then holds gradients of its own: 32 Mi parameters are 128 MiB per thread.
-const PARALLEL_BATCH_PARAMETERS: u64 = 32 << 20;
+/// The partial sums of 8 lanes of 16 Mi parameters take 512 MiB.
+const PARALLEL_BATCH_PARAMETERS: u64 = 16 << 20;
+/// Partial sums of a batch: enough to keep a few threads evenly busy.
+const LANES: usize = 8;
+/// Micro-batches on the CPU stay below this: one layer's activations then stay in the second-level cache, and the
+/// products have rows enough.
+const CPU_MICRO_BATCH_TOKENS: usize = 512;
 
 /// Options of a [`Trainer`].
 #[derive(Clone, Debug, PartialEq)]
@@ -48,7 +52,7 @@ pub struct TrainerConfig {
     pub clip_high: f32,
     /// Optimizer updates per `step()`: the batch is cut into this many consecutive parts.
     pub minibatches: usize,
-    /// Most tokens in one forward and backward pass; bounds memory. A longer sample goes alone.
+    /// Most tokens in one forward and backward pass; bounds memory. A longer sample goes alone. At most 512 on the CPU.
     pub micro_batch_tokens: usize,
     /// Threads of the trainer's own pool.
     pub threads: usize,
@@ -217,7 +221,8 @@ impl Trainer {
         objective: Objective,
         update: u64,
     ) -> Result<Option<(Vec<Slot>, LossSums, f64)>, TrainError> {
-        let micro = batch::micro_batches(part, self.options.micro_batch_tokens);
+        let most = if self.device.is_cpu() { CPU_MICRO_BATCH_TOKENS } else { usize::MAX };
+        let micro = batch::micro_batches(part, self.options.micro_batch_tokens.min(most));
         if micro.is_empty() {
             return Ok(None);
         }
@@ -235,10 +240,8 @@ impl Trainer {
     }
 
     fn plan(&self) -> GradientPlan<'_> {
-        let backend = Backend::for_device(&self.device);
         let small = self.cfg.parameter_count() <= PARALLEL_BATCH_PARAMETERS;
-        let at_once = if backend == Backend::Fused && small { self.options.threads } else { 1 };
-        GradientPlan { cfg: &self.cfg, rope: &self.rope, backend, at_once }
+        GradientPlan { cfg: &self.cfg, rope: &self.rope, lanes: if small { LANES } else { 1 } }
     }
 }
 

@@ -6,8 +6,8 @@ use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use super::Trainer;
 use super::optim::Slot;
 use crate::error::TrainError;
-use crate::model::{fused_spans, split};
-use crate::ops::with_f32;
+use crate::params::{fused_spans, split};
+use crate::tensors::{to_host, with_f32};
 
 /// Name of the update counter.
 const STEP: &str = "step";
@@ -24,8 +24,7 @@ impl Trainer {
         for (prefix, pick) in [("m", (|s: &Slot| s.m.clone()) as fn(&Slot) -> Tensor), ("v", |s| s.v.clone())] {
             let moments: Vec<Tensor> = self.slots.iter().map(pick).collect();
             for (name, t) in split(&self.cfg, &moments)? {
-                let host = t.to_device(&Device::Cpu)?;
-                let bytes = with_f32(&host, "state", |x| Ok(x.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>()))?;
+                let bytes = to_host(&t, "state")?.iter().flat_map(|v| v.to_le_bytes()).collect();
                 entries.push((format!("{prefix}.{name}"), Dtype::F32, t.dims().to_vec(), bytes));
             }
         }

@@ -1,0 +1,26 @@
+//! Agreement: one Raft group (openraft) per model, on what its log says.
+//!
+//! [`Groups`] is the entry. A group's leader is the model's optimizer leader, its term the fencing token. Nothing
+//! but a committed entry is authority: an isolated leader goes on calling itself one, so [`LeaderView::is_self`]
+//! asks for a quorum that answered a short while ago, and a proposal is fenced by the term in which it was made.
+//!
+//! ```text
+//! propose ─▶ raft ─▶ log_store (synced) ─▶ network ─▶ quorum ─▶ state_machine ─▶ ModelState::apply ─▶ feed
+//! ```
+//!
+//! See `docs/consensus.md`.
+
+mod autopilot;
+mod disk;
+mod groups;
+mod log_store;
+mod network;
+pub mod runtime;
+mod state_machine;
+mod type_config;
+mod view;
+pub mod watch;
+
+pub use groups::{CreateError, GroupConfig, GroupError, Groups, ProposeError, ReadError};
+pub use type_config::{LogPayload, TypeConfig};
+pub use view::LeaderView;

@@ -1,0 +1,386 @@
+//! One term of leadership, from the barrier at its start to the loss of the quorum.
+
+use super::trainer::{Stepped, TrainerThread, samples_of};
+use super::{Desk, Open};
+use crate::consensus::ProposeError;
+use starling_engine::StepReport;
+use starling_protocol::control::{Applied, ControlEntry, JobEnd, JobState, ModelState, StepCommitted, StepMetrics};
+use starling_protocol::ledger::{Admission, Ledger, LoadedTasks, TrainingBatch};
+use starling_protocol::manifest::Manifest;
+use starling_protocol::task::{Task, read_task_set};
+use starling_protocol::wire::RolloutAnnouncement;
+use starling_protocol::Term;
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, MissedTickBehavior};
+
+/// How often leases are checked and holders asked for rollouts that no announcement brought.
+const BEAT: Duration = Duration::from_secs(1);
+/// Without an announcement for this long, holders are listed.
+const QUIET: Duration = Duration::from_secs(2);
+/// Pause before a failed term starts again.
+const RETRY: Duration = Duration::from_millis(300);
+/// Announcements fetched and verified at a time.
+const INTAKE_BATCH: usize = 128;
+
+/// Leads whenever the group says so, until the node ends.
+pub(super) async fn lead(desk: Arc<Desk>, mut intake: mpsc::Receiver<RolloutAnnouncement>) {
+    let shutdown = desk.context.shutdown.clone();
+    let Some(mut leadership) = desk.context.groups.leadership(&desk.model) else { return };
+    loop {
+        let view = leadership.borrow_and_update().clone();
+        if view.is_self {
+            tracing::info!(model = %desk.model, term = view.term.0, "this node leads");
+            let run = run_term(&desk, view.term, &mut intake);
+            let lost = async {
+                loop {
+                    if leadership.changed().await.is_err() {
+                        return;
+                    }
+                    let v = leadership.borrow_and_update();
+                    if !v.is_self || v.term != view.term {
+                        return;
+                    }
+                }
+            };
+            let ended = tokio::select! {
+                biased;
+                () = shutdown.cancelled() => return,
+                () = lost => Err("leadership was lost".to_owned()),
+                r = run => r,
+            };
+            *desk.open.lock().unwrap_or_else(PoisonError::into_inner) = None;
+            if let Err(why) = ended {
+                desk.doing(format!("term {} paused: {why}", view.term));
+                tracing::warn!(model = %desk.model, term = view.term.0, %why, "the leader starts over");
+            }
+            tokio::time::sleep(RETRY).await;
+            continue;
+        }
+        desk.doing(match view.leader {
+            Some(n) => format!("following {}", n.short()),
+            None => view.wait.clone().unwrap_or_else(|| "waiting for a leader to be elected".into()),
+        });
+        tokio::select! {
+            biased;
+            () = shutdown.cancelled() => return,
+            r = leadership.changed() => if r.is_err() { return },
+        }
+    }
+}
+
+/// Runs the model's jobs one after another. Returns on an error that the next start of the term may not have.
+async fn run_term(desk: &Arc<Desk>, term: Term, intake: &mut mpsc::Receiver<RolloutAnnouncement>) -> Result<(), String> {
+    desk.doing("catching up with the log");
+    desk.context.groups.linearizable_barrier(&desk.model).await.map_err(|e| e.to_string())?;
+    let mut states = desk.context.groups.state(&desk.model).ok_or("the group is closed")?;
+    loop {
+        let state = states.borrow_and_update().clone();
+        match state.running_job() {
+            Some(job) => JobRun::start(desk, term, &state, job.clone()).await?.run(intake).await?,
+            None => {
+                desk.doing("no job: waiting for one");
+                states.changed().await.map_err(|_closed| "the group is closed")?;
+            }
+        }
+    }
+}
+
+/// The trainer's thread with the version that it stands at.
+struct JobRun<'a> {
+    desk: &'a Arc<Desk>,
+    term: Term,
+    job: JobState,
+    trainer: TrainerThread,
+    /// The model's state at the start; consumed rollouts of later steps are in the ledger.
+    state: Arc<ModelState>,
+    training: Option<Training>,
+    collecting_since: Instant,
+    heard: Instant,
+}
+
+struct Training {
+    batch: TrainingBatch,
+    with_optimizer_state: bool,
+    done: oneshot::Receiver<Result<Stepped, String>>,
+    collect_ms: u64,
+    since: Instant,
+}
+
+impl<'a> JobRun<'a> {
+    async fn start(desk: &'a Arc<Desk>, term: Term, state: &Arc<ModelState>, job: JobState) -> Result<Self, String> {
+        let context = &desk.context;
+        desk.doing(format!("loading job {}", job.spec.name));
+        let sources = context.models.sources_of(&desk.model);
+        let mut tasks = Vec::new();
+        for set in &job.spec.tasks {
+            let train = load_tasks(desk, &set.train).await?;
+            let heldout = match &set.heldout {
+                Some(m) => load_tasks(desk, m).await?,
+                None => Vec::new(),
+            };
+            tasks.push(LoadedTasks { train, heldout });
+        }
+        let weights = state.weights.as_ref().ok_or("the model has no weights")?;
+        let weights = context.blobs.fetch(weights, &sources).await.map_err(|e| e.to_string())?;
+        let config = load_config(desk, state).await?;
+        let optimizer_state = match &state.optimizer_state {
+            // Moments some versions old are better than none; they must not keep a model from training.
+            Some((version, m)) => match context.blobs.fetch(m, &sources).await {
+                Ok(bytes) => Some(bytes),
+                Err(e) => {
+                    tracing::warn!(model = %desk.model, version = version.0, error = %e, "optimizer starts without its moments");
+                    None
+                }
+            },
+            None => None,
+        };
+        let trainer =
+            TrainerThread::spawn(config, weights, optimizer_state, &job.spec.trainer, context.trainer.clone())?;
+        let ledger = Ledger::new(job.clone(), term, state.version, tasks);
+        *desk.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(Open { term, ledger });
+        let run = Self {
+            desk,
+            term,
+            job,
+            trainer,
+            state: state.clone(),
+            training: None,
+            collecting_since: Instant::now(),
+            heard: Instant::now(),
+        };
+        run.adopt_stored().await;
+        Ok(run)
+    }
+
+    /// Takes what the holders have and no announcement brought: at the start of a term, and when it is quiet.
+    async fn adopt_stored(&self) {
+        let listed = self.desk.context.rollouts.list_unconsumed(self.job.job).await;
+        for part in listed.chunks(INTAKE_BATCH) {
+            self.admit(part).await;
+        }
+    }
+
+    async fn admit(&self, announced: &[RolloutAnnouncement]) {
+        let fresh: Vec<RolloutAnnouncement> = announced
+            .iter()
+            .filter(|a| a.job == self.job.job && !self.state.consumed.contains_key(&a.id))
+            .cloned()
+            .collect();
+        if fresh.is_empty() {
+            return;
+        }
+        for v in self.desk.context.rollouts.fetch(&fresh).await {
+            let id = v.id;
+            if let Some(Admission::Invalid(why)) = self.desk.with_ledger(|l| l.handle_rollout(v)) {
+                tracing::warn!(model = %self.desk.model, rollout = %id.short(), %why, "rollout not admitted");
+            }
+        }
+        self.desk.progress.notify_one();
+    }
+
+    async fn run(mut self, intake: &mut mpsc::Receiver<RolloutAnnouncement>) -> Result<(), String> {
+        let mut beat = tokio::time::interval(BEAT);
+        beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut announced = Vec::with_capacity(INTAKE_BATCH);
+        loop {
+            if let ControlFlow::Break(()) = self.advance().await? {
+                return Ok(());
+            }
+            let trained = async {
+                match &mut self.training {
+                    Some(t) => (&mut t.done).await.map_err(|_gone| "the trainer's thread ended".to_owned()),
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                biased;
+                stepped = trained => {
+                    let training = self.training.take().ok_or("no step was running")?;
+                    self.commit(training, stepped??).await?;
+                }
+                n = intake.recv_many(&mut announced, INTAKE_BATCH) => {
+                    if n == 0 { return Err("the node is shutting down".into()); }
+                    self.heard = Instant::now();
+                    self.admit(&announced).await;
+                    announced.clear();
+                }
+                () = self.desk.progress.notified() => {}
+                _ = beat.tick() => self.on_beat().await,
+            }
+        }
+    }
+
+    async fn on_beat(&mut self) {
+        let now = (self.desk.context.clock)();
+        self.desk.with_ledger(|l| l.handle_timeout(now));
+        if self.training.is_none() && self.heard.elapsed() > QUIET {
+            self.heard = Instant::now();
+            self.adopt_stored().await;
+        }
+    }
+
+    /// Starts what can start: a step, the end of an evaluation, the end of the job.
+    async fn advance(&mut self) -> Result<ControlFlow<()>, String> {
+        if let Some(e) = self.desk.with_ledger(|l| l.finished_evaluation()).flatten() {
+            tracing::info!(model = %self.desk.model, phase = ?e.phase, version = e.version.0, scores = ?e.scores, "evaluated");
+            self.propose(ControlEntry::EvaluationCompleted(e.clone())).await?;
+            self.desk.with_ledger(|l| l.handle_evaluated(e));
+            self.collecting_since = Instant::now();
+        }
+        if self.desk.with_ledger(|l| l.is_done()) == Some(true) {
+            self.propose(ControlEntry::JobEnded { job: self.job.job, end: JobEnd::Finished }).await?;
+            *self.desk.open.lock().unwrap_or_else(PoisonError::into_inner) = None;
+            tracing::info!(model = %self.desk.model, job = %self.job.job.short(), "job finished");
+            return Ok(ControlFlow::Break(()));
+        }
+        if self.training.is_none()
+            && let Some(batch) = self.desk.with_ledger(Ledger::take_batch).flatten()
+        {
+            let every = self.job.spec.optimizer_state_every;
+            let with_optimizer_state = every > 0 && batch.version.next().0 % every == 0;
+            let done = self.trainer.step(samples_of(&batch), with_optimizer_state);
+            let collect_ms = millis(self.collecting_since);
+            self.training = Some(Training { batch, with_optimizer_state, done, collect_ms, since: Instant::now() });
+        }
+        self.tell();
+        Ok(ControlFlow::Continue(()))
+    }
+
+    fn tell(&self) {
+        let said = self.desk.with_ledger(|l| match (&self.training, l.evaluation_progress()) {
+            (Some(t), _) => format!("training version {}", t.batch.version.next()),
+            (None, Some((phase, have, of))) => {
+                format!("evaluating ({phase:?}): {have} of {of} episodes, {} running", l.running())
+            }
+            (None, None) => format!(
+                "collecting for version {}: {} of {} whole groups, {} episodes accepted, {} running",
+                l.version().next(),
+                l.whole_groups(),
+                l.job().spec.groups_per_step,
+                l.accepted(),
+                l.running()
+            ),
+        });
+        if let Some(said) = said {
+            self.desk.doing(said);
+        }
+    }
+
+    /// Stores the new weights, has a second node hold them, and only then proposes the step.
+    async fn commit(&mut self, t: Training, stepped: Stepped) -> Result<(), String> {
+        let context = &self.desk.context;
+        let train_ms = millis(t.since);
+        let replicating = Instant::now();
+        let weights = context.blobs.put(stepped.weights).await.map_err(|e| e.to_string())?;
+        let mut manifests = vec![weights.clone()];
+        let mut optimizer_state = None;
+        if let Some(bytes) = stepped.optimizer_state.filter(|_| t.with_optimizer_state) {
+            let m = context.blobs.put(bytes).await.map_err(|e| e.to_string())?;
+            manifests.push(m.clone());
+            optimizer_state = Some(m);
+        }
+        let holders = self.place(manifests).await;
+        let version = t.batch.version.next();
+        let consumed = t.batch.consumed();
+        let mut metrics = metrics_of(&t.batch, &stepped.report);
+        metrics.collect_ms = t.collect_ms;
+        metrics.train_ms = train_ms;
+        metrics.replicate_ms = millis(replicating);
+        let step = StepCommitted {
+            job: self.job.job,
+            term: self.term,
+            version,
+            weights,
+            optimizer_state,
+            holders,
+            consumed: consumed.clone(),
+            groups_opened: t.batch.groups_opened.clone(),
+            at: (context.clock)(),
+            metrics,
+        };
+        self.propose(ControlEntry::StepCommitted(Box::new(step))).await?;
+        self.desk.with_ledger(|l| l.handle_committed(version, &consumed));
+        self.collecting_since = Instant::now();
+        Ok(())
+    }
+
+    /// A second holder, the best reachable one; waits, and says so, while a live voter exists but none takes it.
+    async fn place(&self, manifests: Vec<Manifest>) -> Vec<starling_protocol::NodeId> {
+        let context = &self.desk.context;
+        let local = context.transport.local();
+        let key = manifests[0].hash;
+        loop {
+            let others = context.membership.live_holders().into_iter().filter(|n| *n != local);
+            let order = starling_protocol::placement::holders(key, others, usize::MAX);
+            if order.is_empty() {
+                // Alone: the group has one voter, or the quorum is lost and the proposal will not pass.
+                return vec![local];
+            }
+            for peer in order {
+                match context.blobs.place(peer, manifests.clone()).await {
+                    Ok(()) => return vec![local, peer],
+                    Err(why) => {
+                        self.desk.doing(format!("placing new weights: {} does not take them: {why}", peer.short()));
+                        tracing::warn!(peer = %peer.short(), %why, "a holder did not take the new weights");
+                    }
+                }
+            }
+            tokio::time::sleep(RETRY).await;
+        }
+    }
+
+    async fn propose(&self, entry: ControlEntry) -> Result<(), String> {
+        match self.desk.context.groups.propose_as(&self.desk.model, self.term, entry).await {
+            Ok(Applied::Yes | Applied::Already) => Ok(()),
+            Ok(Applied::Refused(why)) => Err(format!("the log refused it: {why}")),
+            Err(e @ ProposeError::Unknown { .. }) => Err(format!("outcome unknown, reading the log again: {e}")),
+            Err(e) => Err(e.to_string()),
+        }
+    }
+}
+
+fn millis(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
+}
+
+fn metrics_of(batch: &TrainingBatch, r: &StepReport) -> StepMetrics {
+    let mut sums: BTreeMap<String, (f64, u64)> = BTreeMap::new();
+    let mut staleness_max = 0;
+    for r in batch.groups.iter().flat_map(|g| &g.rollouts) {
+        let e = sums.entry(r.rollout.task.set.clone()).or_default();
+        e.0 += f64::from(r.rollout.reward);
+        e.1 += 1;
+        staleness_max = staleness_max.max(batch.version.0.saturating_sub(r.oldest_version.0));
+    }
+    StepMetrics {
+        reward: sums.iter().map(|(k, (s, n))| (k.clone(), s / (*n as f64))).collect(),
+        episodes: sums.into_iter().map(|(k, (_, n))| (k, n)).collect(),
+        groups_uninformative: batch.groups.iter().filter(|g| g.advantages.is_none()).count() as u64,
+        trained_tokens: r.trained_tokens,
+        loss: r.loss,
+        grad_norm: r.grad_norm,
+        clip_fraction: r.clip_fraction,
+        mismatch_kl: r.approx_kl,
+        entropy: r.entropy,
+        staleness_max,
+        ..StepMetrics::default()
+    }
+}
+
+async fn load_tasks(desk: &Desk, manifest: &Manifest) -> Result<Vec<Task>, String> {
+    let sources = desk.context.models.sources_of(&desk.model);
+    let bytes = desk.context.blobs.fetch(manifest, &sources).await.map_err(|e| e.to_string())?;
+    read_task_set(&bytes, crate::task_id).map_err(|e| e.to_string())
+}
+
+async fn load_config(desk: &Desk, state: &ModelState) -> Result<starling_engine::LlamaConfig, String> {
+    let sources = desk.context.models.sources_of(&desk.model);
+    let m = state.files.get("config.json").ok_or("the model has no config.json")?;
+    let bytes = desk.context.blobs.fetch(m, &sources).await.map_err(|e| e.to_string())?;
+    starling_engine::LlamaConfig::from_json(&bytes).map_err(|e| e.to_string())
+}
+

@@ -1,0 +1,168 @@
+//! What a node without a group knows of the mesh's models: who leads, who votes, who serves.
+
+use crate::membership::Membership;
+use crate::transport::{SharedTransport, Verdict};
+use starling_protocol::codec::{decode, encode};
+use starling_protocol::control::ControlEntry;
+use starling_protocol::wire::{CALL_LEN_BYTES_MAX, LeaderCall, LeaderReply, ModelAnnouncement, Service};
+use starling_protocol::{ModelName, NodeId, Term};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Limit of one call to a leader.
+const LEADER_LIMIT: Duration = Duration::from_secs(5);
+/// Limit of a proposal, which waits for a quorum.
+const PROPOSE_LIMIT: Duration = Duration::from_secs(15);
+
+/// Why no leader answered. Every text says who was asked.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum LeaderError {
+    /// Nobody announced the model.
+    #[error("model {0} is not known on this mesh")]
+    UnknownModel(ModelName),
+    /// No voter answered as leader.
+    #[error("model {model} has no leader now: {tried}")]
+    NoLeader {
+        /// Which model.
+        model: ModelName,
+        /// Who was asked and what they said.
+        tried: String,
+    },
+    /// The leader said no.
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// The directory of models.
+pub struct Models {
+    transport: SharedTransport,
+    membership: Arc<Membership>,
+    known: Mutex<BTreeMap<ModelName, ModelAnnouncement>>,
+}
+
+impl std::fmt::Debug for Models {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Models")
+    }
+}
+
+impl Models {
+    /// Empty.
+    #[must_use]
+    pub fn new(transport: SharedTransport, membership: Arc<Membership>) -> Arc<Self> {
+        Arc::new(Self { transport, membership, known: Mutex::new(BTreeMap::new()) })
+    }
+
+    /// Takes an announcement; an older term's leader does not replace a newer one's.
+    pub fn on_announcement(&self, a: ModelAnnouncement) -> Verdict {
+        let term = |a: &ModelAnnouncement| a.leader.map_or(Term(0), |(_, t)| t);
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        match known.get(&a.model) {
+            Some(old) if (term(old), old.version) > (term(&a), a.version) => Verdict::Ignore,
+            _ => {
+                known.insert(a.model.clone(), a);
+                Verdict::Accept
+            }
+        }
+    }
+
+    /// Everything known, by name.
+    #[must_use]
+    pub fn list(&self) -> Vec<ModelAnnouncement> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
+    /// What is known of `model`.
+    #[must_use]
+    pub fn get(&self, model: &ModelName) -> Option<ModelAnnouncement> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner).get(model).cloned()
+    }
+
+    /// Live nodes whose record says that they serve `model`.
+    #[must_use]
+    pub fn servers_of(&self, model: &ModelName) -> Vec<NodeId> {
+        let serves = |n: &NodeId| {
+            self.membership.record(*n).is_some_and(|r| r.models.iter().any(|m| m.model == *model))
+        };
+        self.membership.live().into_iter().filter(serves).collect()
+    }
+
+    /// Live voters and servers of `model`: who may have its weights, files and tasks.
+    #[must_use]
+    pub fn sources_of(&self, model: &ModelName) -> Vec<NodeId> {
+        let live = self.membership.live();
+        let mut all = self.servers_of(model);
+        if let Some(a) = self.get(model) {
+            if let Some((leader, _)) = a.leader {
+                all.insert(0, leader);
+            }
+            all.extend(a.voters);
+        }
+        let mut seen = std::collections::BTreeSet::new();
+        all.retain(|n| live.contains(n) && seen.insert(*n));
+        all
+    }
+
+    /// Asks the model's leader, following hints and trying every voter.
+    ///
+    /// # Errors
+    /// [`LeaderError`] when nobody answered as leader.
+    pub async fn ask_leader(&self, model: &ModelName, call: &LeaderCall) -> Result<LeaderReply, LeaderError> {
+        let known = self.get(model).ok_or_else(|| LeaderError::UnknownModel(model.clone()))?;
+        let limit = if matches!(call, LeaderCall::Propose { .. }) { PROPOSE_LIMIT } else { LEADER_LIMIT };
+        let mut order: Vec<NodeId> = known.leader.map(|(n, _)| n).into_iter().chain(known.voters).collect();
+        let body = encode(call);
+        let mut tried = String::new();
+        let mut asked = std::collections::BTreeSet::new();
+        let mut i = 0;
+        while i < order.len() {
+            let peer = order[i];
+            i += 1;
+            if !asked.insert(peer) {
+                continue;
+            }
+            let answer = self.transport.call(peer, Service::Leader, body.clone().into(), limit).await;
+            let reply = answer
+                .map_err(|e| e.to_string())
+                .and_then(|b| decode::<LeaderReply>("leader reply", &b, CALL_LEN_BYTES_MAX).map_err(|e| e.to_string()));
+            match reply {
+                Ok(LeaderReply::NotLeader(hint)) => {
+                    tried.push_str(&format!("[{} is not the leader] ", peer.short()));
+                    if let Some(h) = hint {
+                        order.insert(i, h);
+                    }
+                }
+                Ok(LeaderReply::Refused(why)) => return Err(LeaderError::Refused(why)),
+                Ok(reply) => {
+                    self.note_leader(model, peer);
+                    return Ok(reply);
+                }
+                Err(e) => tried.push_str(&format!("[{}: {e}] ", peer.short())),
+            }
+        }
+        Err(LeaderError::NoLeader { model: model.clone(), tried })
+    }
+
+    fn note_leader(&self, model: &ModelName, leader: NodeId) {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(a) = known.get_mut(model)
+            && a.leader.is_none_or(|(n, _)| n != leader)
+        {
+            let term = a.leader.map_or(Term(0), |(_, t)| t);
+            a.leader = Some((leader, term));
+        }
+    }
+
+    /// Puts `entry` into the model's log, wherever its leader is.
+    ///
+    /// # Errors
+    /// [`LeaderError`].
+    pub async fn propose(&self, model: &ModelName, entry: ControlEntry) -> Result<(), LeaderError> {
+        let call = LeaderCall::Propose { model: model.clone(), entry: Box::new(entry) };
+        match self.ask_leader(model, &call).await? {
+            LeaderReply::Done => Ok(()),
+            other => Err(LeaderError::Refused(format!("unexpected answer {other:?}"))),
+        }
+    }
+}

@@ -1,0 +1,515 @@
+//! The composition: every service of a node, and what an incoming message goes to.
+
+use crate::blobs::Blobs;
+use crate::consensus::{GroupConfig, Groups};
+use crate::hosting::Hosting;
+use crate::leader::{Clock, Desk, LeaderContext, TrainerOptions};
+use crate::membership::{Membership, MembershipConfig};
+use crate::models::{LeaderError, Models};
+use crate::rollouts::Rollouts;
+use crate::transport::{FrameStream, Inbound, InboundError, SharedTransport, Verdict};
+use async_trait::async_trait;
+use bytes::Bytes;
+use starling_engine::InferenceOptions;
+use starling_protocol::codec::{decode, encode};
+use starling_protocol::control::{ControlEntry, ModelFiles, ModelState};
+use starling_protocol::ledger::LedgerCounts;
+use starling_protocol::manifest::Manifest;
+use starling_protocol::record::{NodeRecord, Role};
+use starling_protocol::signed::{Signer, Verifier};
+use starling_protocol::wire::{
+    CALL_LEN_BYTES_MAX, GOSSIP_LEN_BYTES_MAX, Gossip, LeaderCall, LeaderReply, ModelAnnouncement, Service, Topic,
+};
+use starling_protocol::{ModelName, NodeId};
+use starling_storage::SharedStore;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::time::MissedTickBehavior;
+use tokio_util::sync::CancellationToken;
+
+/// Slow beat of announcements; changes are announced at once.
+const ANNOUNCE_BEAT: Duration = Duration::from_secs(2);
+/// Most voters of a group.
+const VOTERS_MAX: usize = 5;
+
+/// What a node is made of.
+pub struct CoreConfig {
+    /// What it does.
+    pub roles: Vec<Role>,
+    /// Static part of its record: device, memory, cores, version.
+    pub record: NodeRecord,
+    /// SWIM.
+    pub membership: MembershipConfig,
+    /// Raft.
+    pub groups: GroupConfig,
+    /// Engines.
+    pub inference: InferenceOptions,
+    /// Trainers.
+    pub trainer: TrainerOptions,
+    /// Seeds election timeouts and SWIM; from the OS in a node, from the scenario in the simulator.
+    pub seed: u64,
+    /// Wall clock.
+    pub clock: Clock,
+}
+
+impl std::fmt::Debug for CoreConfig {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CoreConfig").field("roles", &self.roles).finish_non_exhaustive()
+    }
+}
+
+/// A node above the wire.
+pub struct NodeCore {
+    roles: Vec<Role>,
+    record: Mutex<NodeRecord>,
+    signer: Arc<dyn Signer>,
+    verifier: Arc<dyn Verifier>,
+    transport: SharedTransport,
+    store: SharedStore,
+    membership: Arc<Membership>,
+    models: Arc<Models>,
+    blobs: Blobs,
+    rollouts: Arc<Rollouts>,
+    groups: Arc<Groups>,
+    hosting: Arc<Hosting>,
+    context: LeaderContext,
+    desks: Mutex<BTreeMap<ModelName, Arc<Desk>>>,
+    shutdown: CancellationToken,
+}
+
+impl std::fmt::Debug for NodeCore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("NodeCore").field("node", &self.transport.local()).finish_non_exhaustive()
+    }
+}
+
+impl NodeCore {
+    /// Starts every service and reopens the groups that the store knows.
+    ///
+    /// # Errors
+    /// When the store cannot be read.
+    pub async fn start(
+        config: CoreConfig,
+        transport: SharedTransport,
+        store: SharedStore,
+        signer: Arc<dyn Signer>,
+        verifier: Arc<dyn Verifier>,
+        shutdown: CancellationToken,
+    ) -> Result<Arc<Self>, crate::consensus::GroupError> {
+        let membership =
+            Membership::start(
+            transport.clone(),
+            verifier.clone(),
+            config.membership,
+            config.seed,
+            (config.clock)(),
+            shutdown.clone(),
+        );
+        let models = Models::new(transport.clone(), membership.clone());
+        let blobs = Blobs::new(store.clone(), transport.clone());
+        let rollouts = Rollouts::start(
+            store.clone(),
+            transport.clone(),
+            membership.clone(),
+            verifier.clone(),
+            shutdown.clone(),
+        );
+        let groups =
+            Groups::start(transport.clone(), store.clone(), membership.clone(), config.groups, config.seed, shutdown.clone());
+        let hosting = Hosting::new(blobs.clone(), signer.clone(), config.trainer.device.clone(), config.inference);
+        let context = LeaderContext {
+            transport: transport.clone(),
+            membership: membership.clone(),
+            groups: groups.clone(),
+            rollouts: rollouts.clone(),
+            blobs: blobs.clone(),
+            models: models.clone(),
+            trainer: config.trainer,
+            clock: config.clock,
+            shutdown: shutdown.clone(),
+        };
+        let core = Arc::new(Self {
+            roles: config.roles,
+            record: Mutex::new(config.record),
+            signer,
+            verifier,
+            transport,
+            store,
+            membership,
+            models,
+            blobs,
+            rollouts,
+            groups,
+            hosting,
+            context,
+            desks: Mutex::new(BTreeMap::new()),
+            shutdown,
+        });
+        core.transport.subscribe(Topic::Nodes);
+        core.transport.subscribe(Topic::Models);
+        for model in core.groups.open_existing().await? {
+            core.adopt_group(&model);
+        }
+        tokio::spawn(core.clone().announce());
+        Ok(core)
+    }
+
+    /// This node.
+    #[must_use]
+    pub fn node(&self) -> NodeId {
+        self.transport.local()
+    }
+    /// The network.
+    #[must_use]
+    pub fn transport(&self) -> &SharedTransport {
+        &self.transport
+    }
+    /// The disk.
+    #[must_use]
+    pub fn store(&self) -> &SharedStore {
+        &self.store
+    }
+    /// Signs as this node.
+    #[must_use]
+    pub fn signer(&self) -> &Arc<dyn Signer> {
+        &self.signer
+    }
+    /// Who lives.
+    #[must_use]
+    pub fn membership(&self) -> &Arc<Membership> {
+        &self.membership
+    }
+    /// The directory of models.
+    #[must_use]
+    pub fn models(&self) -> &Arc<Models> {
+        &self.models
+    }
+    /// Weights, files, tasks.
+    #[must_use]
+    pub fn blobs(&self) -> &Blobs {
+        &self.blobs
+    }
+    /// Rollouts.
+    #[must_use]
+    pub fn rollouts(&self) -> &Arc<Rollouts> {
+        &self.rollouts
+    }
+    /// Raft groups.
+    #[must_use]
+    pub fn groups(&self) -> &Arc<Groups> {
+        &self.groups
+    }
+    /// Models served here.
+    #[must_use]
+    pub fn hosting(&self) -> &Arc<Hosting> {
+        &self.hosting
+    }
+    /// Wall clock.
+    #[must_use]
+    pub fn clock(&self) -> &Clock {
+        &self.context.clock
+    }
+    /// Whether this node has `role`.
+    #[must_use]
+    pub fn has(&self, role: Role) -> bool {
+        self.roles.contains(&role)
+    }
+
+    /// The desk of a model whose group this node is in.
+    #[must_use]
+    pub fn desk(&self, model: &ModelName) -> Option<Arc<Desk>> {
+        self.desks.lock().unwrap_or_else(PoisonError::into_inner).get(model).cloned()
+    }
+
+    /// Creates a model on this node and the other live servers: base weights and files first on a second holder,
+    /// then the group, then its first entry. Creating a model that exists is refused.
+    ///
+    /// # Errors
+    /// In words, with the cause.
+    pub async fn create_model(
+        self: &Arc<Self>,
+        model: &ModelName,
+        weights: Vec<u8>,
+        files: BTreeMap<String, Vec<u8>>,
+    ) -> Result<(), String> {
+        if !self.has(Role::Server) {
+            return Err("this node is not a server: create the model on one that is".into());
+        }
+        if self.models.get(model).is_some() || self.groups.state(model).is_some() {
+            return Err(format!("model {model} exists already"));
+        }
+        let weights = self.blobs.put(weights).await.map_err(|e| e.to_string())?;
+        let mut manifests: ModelFiles = BTreeMap::new();
+        for (name, bytes) in files {
+            manifests.insert(name, self.blobs.put(bytes).await.map_err(|e| e.to_string())?);
+        }
+        self.place_on_second(weights.hash, std::iter::once(&weights).chain(manifests.values()).cloned().collect())
+            .await?;
+        let voters = self.voters();
+        let entry = ControlEntry::ModelCreated { model: model.clone(), weights, files: manifests };
+        self.groups.create(model, &voters, entry).await.map_err(|e| e.to_string())?;
+        self.adopt_group(model);
+        Ok(())
+    }
+
+    /// Servers first, this one among them, then witnesses up to an odd number.
+    fn voters(&self) -> Vec<NodeId> {
+        let live = self.membership.live();
+        let has = |n: &NodeId, role| self.membership.record(*n).is_some_and(|r| r.has(role));
+        let mut voters = vec![self.node()];
+        voters.extend(live.iter().copied().filter(|n| *n != self.node() && has(n, Role::Server)));
+        voters.truncate(VOTERS_MAX);
+        if voters.len() % 2 == 0 {
+            voters.extend(live.iter().copied().find(|n| !voters.contains(n) && has(n, Role::Witness)));
+        }
+        voters.sort_unstable();
+        voters
+    }
+
+    /// Places manifests on the best live holder other than this node, if there is one.
+    ///
+    /// # Errors
+    /// When there are other holders and none takes them.
+    pub async fn place_on_second(
+        &self,
+        key: starling_protocol::Hash,
+        manifests: Vec<Manifest>,
+    ) -> Result<Vec<NodeId>, String> {
+        let others = self.membership.live_holders().into_iter().filter(|n| *n != self.node());
+        let order = starling_protocol::placement::holders(key, others, usize::MAX);
+        let mut tried = String::new();
+        for peer in &order {
+            match self.blobs.place(*peer, manifests.clone()).await {
+                Ok(()) => return Ok(vec![self.node(), *peer]),
+                Err(why) => tried.push_str(&format!("[{}: {why}] ", peer.short())),
+            }
+        }
+        if order.is_empty() { Ok(vec![self.node()]) } else { Err(format!("no second holder: {tried}")) }
+    }
+
+    /// Starts what a member of `model`'s group does: the leader's desk, and serving on a server.
+    fn adopt_group(self: &Arc<Self>, model: &ModelName) {
+        let mut desks = self.desks.lock().unwrap_or_else(PoisonError::into_inner);
+        if desks.contains_key(model) {
+            return;
+        }
+        self.transport.subscribe(Topic::Rollouts(model.clone()));
+        desks.insert(model.clone(), Desk::start(model.clone(), self.context.clone()));
+        if self.has(Role::Server)
+            && let Some(state) = self.groups.state(model)
+        {
+            let (models, name) = (self.models.clone(), model.clone());
+            let sources = move || models.sources_of(&name);
+            let follow = self.hosting.clone().follow(model.clone(), state, sources);
+            let shutdown = self.shutdown.clone();
+            tokio::spawn(async move {
+                tokio::select! { biased; () = shutdown.cancelled() => {}, () = follow => {} }
+            });
+        }
+    }
+
+    /// Node record and models, on change and at a slow beat.
+    async fn announce(self: Arc<Self>) {
+        let mut beat = tokio::time::interval(ANNOUNCE_BEAT);
+        beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut hosted = self.hosting.watch();
+        let mut members = self.membership.watch();
+        loop {
+            self.publish_record();
+            self.publish_models();
+            tokio::select! {
+                biased;
+                () = self.shutdown.cancelled() => return,
+                _ = beat.tick() => {}
+                r = hosted.changed() => if r.is_err() { return },
+                r = members.changed() => if r.is_err() { return },
+            }
+        }
+    }
+
+    fn publish_record(&self) {
+        let record = {
+            let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+            record.models = self.hosting.list();
+            record.addresses = self.transport.addresses();
+            record.sequence = record.sequence.max((self.context.clock)().0) + 1;
+            record.clone()
+        };
+        self.membership.publish_record(record, &*self.signer);
+    }
+
+    fn publish_models(&self) {
+        let desks: Vec<ModelName> =
+            self.desks.lock().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect();
+        for model in desks {
+            let (Some(view), Some(state)) = (self.groups.leadership(&model), self.groups.state(&model)) else {
+                continue;
+            };
+            let (view, state) = (view.borrow().clone(), state.borrow().clone());
+            let a = ModelAnnouncement {
+                voters: self.groups.voters(&model),
+                leader: view.leader.map(|n| (n, view.term)),
+                version: state.version,
+                running_job: state.running_job().map(|j| j.job),
+                model,
+            };
+            self.models.on_announcement(a.clone());
+            if view.is_self || view.leader.is_none() {
+                self.transport.publish(Topic::Models, encode(&Gossip::Model(a)));
+            }
+        }
+    }
+
+    /// Sets how many agents this node runs at once, for its record.
+    pub fn set_agent_slots(&self, slots: u32) {
+        self.record.lock().unwrap_or_else(PoisonError::into_inner).agent_slots = slots;
+    }
+
+    async fn on_leader_call(self: &Arc<Self>, from: NodeId, body: &[u8]) -> Result<LeaderReply, InboundError> {
+        let call: LeaderCall =
+            decode("leader call", body, CALL_LEN_BYTES_MAX).map_err(|e| InboundError::Malformed(e.to_string()))?;
+        let model = match &call {
+            LeaderCall::Claim { model, .. }
+            | LeaderCall::Abort { model, .. }
+            | LeaderCall::Propose { model, .. }
+            | LeaderCall::Status { model }
+            | LeaderCall::JoinGroup { model } => model.clone(),
+        };
+        if let LeaderCall::JoinGroup { .. } = &call {
+            if !self.has(Role::Server) && !self.has(Role::Witness) {
+                return Ok(LeaderReply::Refused("this node is neither server nor witness".into()));
+            }
+            return Ok(match self.groups.on_join(&model).await {
+                Ok(()) => {
+                    self.adopt_group(&model);
+                    LeaderReply::Done
+                }
+                Err(e) => LeaderReply::Refused(e.to_string()),
+            });
+        }
+        let Some(desk) = self.desk(&model) else { return Ok(LeaderReply::NotLeader(None)) };
+        match call {
+            LeaderCall::Status { .. } => Ok(LeaderReply::Status(self.model_status(&model).to_string())),
+            LeaderCall::Propose { entry, .. } => {
+                use crate::consensus::ProposeError;
+                use starling_protocol::control::Applied;
+                if !matches!(*entry, ControlEntry::JobSubmitted { .. } | ControlEntry::JobEnded { .. }) {
+                    return Ok(LeaderReply::Refused("only jobs may be proposed by another node".into()));
+                }
+                Ok(match self.groups.propose(&model, *entry).await {
+                    Ok(Applied::Yes | Applied::Already) => LeaderReply::Done,
+                    Ok(Applied::Refused(why)) => LeaderReply::Refused(why.to_string()),
+                    Err(ProposeError::NotLeader(hint)) => LeaderReply::NotLeader(hint),
+                    Err(e) => LeaderReply::Refused(e.to_string()),
+                })
+            }
+            call => Ok(desk.on_call(from, &call).unwrap_or_else(|| {
+                let leader = self.groups.leadership(&model).and_then(|v| v.borrow().leader);
+                LeaderReply::NotLeader(leader.filter(|n| *n != self.node()))
+            })),
+        }
+    }
+
+    /// A model's state for people and tools: version, term, leader, jobs with their steps and evaluations.
+    #[must_use]
+    pub fn model_status(&self, model: &ModelName) -> serde_json::Value {
+        let (Some(view), Some(state)) = (self.groups.leadership(model), self.groups.state(model)) else {
+            return serde_json::json!({ "model": model, "member": false });
+        };
+        let (view, state): (_, Arc<ModelState>) = (view.borrow().clone(), state.borrow().clone());
+        let desk = self.desk(model);
+        let counts = desk.as_ref().and_then(|d| {
+            d.with_ledger(|l| {
+                let c: LedgerCounts = l.counts().clone();
+                serde_json::json!({
+                    "running": l.running(), "accepted": l.accepted(), "whole_groups": l.whole_groups(),
+                    "quota": l.quota(), "assigned": c.assigned, "rollouts_accepted": c.accepted,
+                    "rollouts_ignored": c.ignored, "rollouts_invalid": c.invalid, "aborted": c.aborted,
+                    "leases_expired": c.expired, "stale_dropped": c.stale_dropped,
+                })
+            })
+        });
+        let jobs: Vec<serde_json::Value> = state
+            .jobs
+            .iter()
+            .map(|j| {
+                serde_json::json!({
+                    "job": j.job, "name": j.spec.name, "steps": j.steps, "of": j.spec.steps,
+                    "end": j.end, "evaluations": j.evaluations,
+                })
+            })
+            .collect();
+        serde_json::json!({
+            "model": model,
+            "member": true,
+            "version": state.version,
+            "term": view.term,
+            "leader": view.leader,
+            "is_leader": view.is_self,
+            "wait": view.wait,
+            "voters": self.groups.voters(model),
+            "weights": state.weights,
+            "files": state.files,
+            "consumed": state.consumed.len(),
+            "terms": state.terms,
+            "activity": desk.map(|d| d.activity()),
+            "ledger": counts,
+            "jobs": jobs,
+        })
+    }
+
+    /// Asks a model's leader, wherever it is; a leader here is asked without the network.
+    ///
+    /// # Errors
+    /// [`LeaderError`].
+    pub async fn ask_leader(&self, model: &ModelName, call: &LeaderCall) -> Result<LeaderReply, LeaderError> {
+        self.models.ask_leader(model, call).await
+    }
+}
+
+/// The [`Inbound`] of a core: the transport calls it.
+#[derive(Debug)]
+pub struct Dispatch(pub Arc<NodeCore>);
+
+#[async_trait]
+impl Inbound for Dispatch {
+    async fn on_call(&self, from: NodeId, service: Service, body: Bytes) -> Result<Bytes, InboundError> {
+        let core = &self.0;
+        match service {
+            Service::Swim => core.membership.on_packet(from, &body).map(|()| Bytes::new()),
+            Service::Raft => core.groups.on_raft_call(from, &body).await,
+            Service::Rollouts => core.rollouts.on_call(from, &body).await,
+            Service::Blobs => core.blobs.on_call(&body).await,
+            Service::Leader => core.on_leader_call(from, &body).await.map(|r| encode(&r).into()),
+        }
+    }
+
+    async fn on_generate(&self, _from: NodeId, stream: FrameStream) {
+        self.0.hosting.on_generate(stream).await;
+    }
+
+    fn on_gossip(&self, _from: NodeId, topic: &Topic, body: &[u8]) -> Verdict {
+        let core = &self.0;
+        match (topic, decode::<Gossip>("gossip", body, GOSSIP_LEN_BYTES_MAX)) {
+            (Topic::Nodes, Ok(Gossip::Node(signed))) => core.membership.on_record(&signed, &*core.verifier),
+            (Topic::Rollouts(model), Ok(Gossip::Rollouts(list))) => {
+                if let Some(desk) = core.desk(model) {
+                    desk.on_announced(list);
+                }
+                Verdict::Accept
+            }
+            (Topic::Weights(m), Ok(Gossip::Committed { model, .. })) if *m == model => Verdict::Accept,
+            (Topic::Models, Ok(Gossip::Model(a))) => core.models.on_announcement(a),
+            (_, Ok(_)) => Verdict::Reject, // a valid message on the wrong topic
+            (_, Err(e)) => {
+                tracing::warn!(topic = %topic.name(), error = %e, "gossip refused");
+                Verdict::Reject
+            }
+        }
+    }
+
+    fn on_connection(&self, peer: NodeId, connected: bool) {
+        self.0.membership.on_connection(peer, connected);
+    }
+}

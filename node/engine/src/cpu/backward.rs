@@ -1,0 +1,141 @@
+//! The backward pass: gradients of all fused parameters, from the derivatives of the rows' log-probabilities.
+
+use super::CpuModel;
+use super::forward::{Tape, logit_rows, sized};
+use super::model::BackwardPacks;
+use crate::kernels::attention_grad::packed_backward;
+use crate::kernels::logprob::logprob_entropy_grad;
+use crate::kernels::matmul::{Lhs, Packed};
+use crate::kernels::{elementwise, norm};
+use crate::packing::PackedSequences;
+use crate::par;
+
+/// Gradient buffers of one pass, kept between passes.
+#[derive(Debug, Default)]
+pub(crate) struct BackwardScratch {
+    dx: Vec<f32>,
+    dh: Vec<f32>,
+    h: Vec<f32>,
+    inner: Vec<f32>,
+    dinner: Vec<f32>,
+    dgate_up: Vec<f32>,
+    dmixed: Vec<f32>,
+    dqkv: Vec<f32>,
+    logits: Vec<f32>,
+    d_picked: Vec<f32>,
+    pack: Packed,
+}
+
+/// `dW [n, k] += gᵀ · x` for `g [rows, n]`, `x [rows, k]`.
+fn add_weight_gradient(g: &[f32], n: usize, x: &[f32], k: usize, pack: &mut Packed, dw: &mut [f32]) {
+    pack.repack_rows(x, x.len() / k, k);
+    pack.mul(Lhs::transposed(g, n), dw, true);
+}
+
+impl CpuModel {
+    /// Adds the gradients to `grads`, one per fused parameter; `g_logprob[row]` is the loss's derivative by that
+    /// row's log-probability.
+    ///
+    /// `tape` comes from [`CpuModel::logprobs`] on the same batch.
+    pub(crate) fn gradients(
+        &self,
+        packs: &BackwardPacks,
+        batch: &PackedSequences,
+        tape: &Tape,
+        g_logprob: &[f32],
+        s: &mut BackwardScratch,
+        grads: &mut [Vec<f32>],
+    ) {
+        let (h, layers) = (self.hidden, self.layers.len());
+        let (tokens, rows) = (batch.tokens.len(), batch.rows.len());
+        let head = if packs.untied { 2 + layers * 6 } else { 0 };
+        self.head_gradients(packs, batch, tape, g_logprob, s, &mut grads[head]);
+        // The rows' gradients pass the last norm and go to their tokens.
+        let d_rows = sized(&mut s.dh, rows * h);
+        d_rows.fill(0.0);
+        let (picked, d_picked) = (&tape.picked[..rows * h], &s.d_picked[..rows * h]);
+        let normed = sized(&mut s.h, rows * h);
+        norm::backward(picked, &self.norm, d_picked, self.eps, d_rows, &mut grads[1 + layers * 6], normed);
+        let dx = sized(&mut s.dx, tokens * h);
+        dx.fill(0.0);
+        for (d, &row) in d_rows.chunks_exact(h).zip(&batch.rows) {
+            let target = &mut dx[row as usize * h..(row as usize + 1) * h];
+            target.iter_mut().zip(d).for_each(|(t, &v)| *t += v);
+        }
+        for l in (0..layers).rev() {
+            if let Some(grads) = grads[1 + l * 6..].first_chunk_mut::<6>() {
+                self.layer_gradients(l, packs, batch, tape, s, grads);
+            }
+        }
+        for (d, &id) in s.dx[..tokens * h].chunks_exact(h).zip(&batch.tokens) {
+            let row = &mut grads[0][id as usize * h..(id as usize + 1) * h];
+            row.iter_mut().zip(d).for_each(|(t, &v)| *t += v);
+        }
+    }
+
+    /// Adds the output layer's gradient to `d_head`; leaves that of its input rows in `s.d_picked`.
+    ///
+    /// The logits are computed again, a few rows at a time, instead of being kept.
+    fn head_gradients(
+        &self,
+        packs: &BackwardPacks,
+        batch: &PackedSequences,
+        tape: &Tape,
+        g_logprob: &[f32],
+        s: &mut BackwardScratch,
+        d_head: &mut [f32],
+    ) {
+        let (h, vocab, rows) = (self.hidden, self.vocab, batch.rows.len());
+        let d_picked = sized(&mut s.d_picked, rows * h);
+        let step = (logit_rows(vocab) * par::workers()).min(1024);
+        for first in (0..rows).step_by(step) {
+            let here = step.min(rows - first);
+            let logits = sized(&mut s.logits, here * vocab);
+            let part = &tape.normed[first * h..(first + here) * h];
+            self.head.mul(Lhs::rows(part, h), logits, false);
+            par::chunks_mut(logits, vocab, |i, row| {
+                logprob_entropy_grad(row, batch.targets[first + i] as usize, g_logprob[first + i], 0.0);
+            });
+            packs.head.mul(Lhs::rows(logits, vocab), &mut d_picked[first * h..(first + here) * h], false);
+            add_weight_gradient(logits, vocab, part, h, &mut s.pack, d_head);
+        }
+    }
+
+    /// One layer: adds to its six gradients; `s.dx` goes from the gradient after the layer to the one before it.
+    fn layer_gradients(
+        &self,
+        l: usize,
+        packs: &BackwardPacks,
+        batch: &PackedSequences,
+        tape: &Tape,
+        s: &mut BackwardScratch,
+        grads: &mut [Vec<f32>; 6],
+    ) {
+        let (layer, tokens, h, inner) = (&self.layers[l], batch.tokens.len(), self.hidden, self.inner);
+        let (ql, width) = (self.shape.q_len(), self.shape.qkv_len());
+        let [qkv_back, output_back, gate_up_back, down_back] = &packs.layers[l];
+        let [d_norm1, d_qkv, d_output, d_norm2, d_gate_up, d_down] = grads;
+        let dx = &mut s.dx[..tokens * h];
+        let dh = sized(&mut s.dh, tokens * h);
+        let normed = sized(&mut s.h, tokens * h);
+
+        let dinner = sized(&mut s.dinner, tokens * inner);
+        down_back.mul(Lhs::rows(dx, h), dinner, false);
+        let dgate_up = sized(&mut s.dgate_up, tokens * 2 * inner);
+        let activated = sized(&mut s.inner, tokens * inner);
+        elementwise::swiglu_grad(&tape.gate_up[l][..tokens * 2 * inner], dinner, inner, dgate_up, activated);
+        add_weight_gradient(dx, h, activated, inner, &mut s.pack, d_down);
+        gate_up_back.mul(Lhs::rows(dgate_up, 2 * inner), dh, false);
+        norm::backward(&tape.middle[l][..tokens * h], &layer.norm2, dh, self.eps, dx, d_norm2, normed);
+        add_weight_gradient(dgate_up, 2 * inner, normed, h, &mut s.pack, d_gate_up);
+
+        let dmixed = sized(&mut s.dmixed, tokens * ql);
+        output_back.mul(Lhs::rows(dx, h), dmixed, false);
+        add_weight_gradient(dx, h, &tape.mixed[l][..tokens * ql], ql, &mut s.pack, d_output);
+        let dqkv = sized(&mut s.dqkv, tokens * width);
+        packed_backward(&tape.qkv[l][..tokens * width], dmixed, &batch.offsets, self.shape, &self.rope, dqkv);
+        qkv_back.mul(Lhs::rows(dqkv, width), dh, false);
+        norm::backward(&tape.x[l][..tokens * h], &layer.norm1, dh, self.eps, dx, d_norm1, normed);
+        add_weight_gradient(dqkv, width, normed, h, &mut s.pack, d_qkv);
+    }
+}

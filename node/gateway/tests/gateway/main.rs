@@ -1,0 +1,9 @@
+//! The HTTP service against a node that follows a script.
+#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by panicking; a measurement prints")]
+
+mod chat;
+mod cost;
+mod cycle;
+mod refusals;
+mod streaming;
+mod support;

@@ -1,0 +1,247 @@
+//! The command line: what can be typed. Each command's work is in `commands`.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::path::PathBuf;
+
+/// Trains LLM agents by reinforcement learning on a peer-to-peer mesh.
+#[derive(Debug, Parser)]
+#[command(name = "starling", version, propagate_version = true, max_term_width = 100)]
+pub struct Cli {
+    /// The node's folder: identity, store, admin token.
+    #[arg(long, global = true, env = "STARLING_DATA", value_name = "DIR")]
+    pub data: Option<PathBuf>,
+    /// Print facts as JSON on standard output.
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Make the node's folder with its identity.
+    #[command(after_help = "Example:\n  starling init --data ~/.starling")]
+    Init,
+    /// Print an invite ticket of the running node.
+    #[command(after_help = "Example:\n  starling ticket > ticket.txt")]
+    Ticket,
+    /// Join a mesh and run until interrupted.
+    #[command(after_help = "Examples:\n  starling join starling1abc… --role server\n  starling join starling1abc… --role client --agent ./my_agent.py --slots 16")]
+    Join(JoinArgs),
+    /// Run a node, or list the nodes of the mesh.
+    #[command(subcommand)]
+    Node(NodeCommand),
+    /// What this node does, what it knows, and what it waits for.
+    #[command(after_help = "Example:\n  starling status --json")]
+    Status,
+    /// Submit, list and stop training jobs.
+    #[command(subcommand)]
+    Job(JobCommand),
+    /// List and show rollouts in this node's store.
+    #[command(subcommand)]
+    Rollout(RolloutCommand),
+    /// Save a model's committed weights as a Hugging Face folder.
+    #[command(subcommand)]
+    Checkpoint(CheckpointCommand),
+    /// Train the embedded byte-level model by supervision.
+    #[command(after_help = "Example:\n  starling pretrain --out node/embedded --seed 1")]
+    Pretrain(PretrainArgs),
+    /// Measure, and print a table or JSON.
+    #[command(after_help = "Example:\n  starling bench episodes --json")]
+    Bench(BenchArgs),
+    /// A mesh of five processes trains the embedded model, loses its leader and heals.
+    #[command(after_help = "Example:\n  starling demo --steps 40 --seed 1 --report report")]
+    Demo(DemoArgs),
+}
+
+/// How a node runs.
+#[derive(Debug, Clone, Args)]
+pub struct RunArgs {
+    /// What the node does; several with commas: server, client, witness.
+    #[arg(long, value_delimiter = ',', default_value = "server")]
+    pub role: Vec<String>,
+    /// Where peers reach it, as a multiaddr; may be given several times. Default: QUIC and TCP on loopback, any port.
+    #[arg(long, value_name = "MULTIADDR")]
+    pub listen: Vec<String>,
+    /// Where agents and this command line reach it. Beyond loopback it is refused unless --http-token is given.
+    #[arg(long, default_value = "127.0.0.1:10086", value_name = "ADDR:PORT")]
+    pub http: String,
+    /// Bearer token that every HTTP caller outside an episode must bring.
+    #[arg(long, env = "STARLING_HTTP_TOKEN", hide_env_values = true)]
+    pub http_token: Option<String>,
+    /// Client role: the agent's program, with arguments, e.g. "python3 agent.py".
+    #[arg(long, value_name = "COMMAND")]
+    pub agent: Option<String>,
+    /// One process an episode, or long-lived workers.
+    #[arg(long, value_enum, default_value_t = AgentModeArg::PerEpisode)]
+    pub agent_mode: AgentModeArg,
+    /// Client role: episodes at once.
+    #[arg(long, default_value_t = 8)]
+    pub slots: usize,
+    /// Client role: seconds that one episode may take.
+    #[arg(long, default_value_t = 120)]
+    pub time_limit: u64,
+    /// Client role: only tasks of these models; default: every model with a running job.
+    #[arg(long, value_delimiter = ',')]
+    pub models: Vec<String>,
+    /// Threads of generation and training. Default: the number of cores.
+    #[arg(long)]
+    pub threads: Option<usize>,
+    /// Look for peers on the local network by mDNS.
+    #[arg(long)]
+    pub mdns: bool,
+}
+
+/// How agents are run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum AgentModeArg {
+    /// A process per episode.
+    PerEpisode,
+    /// Long-lived workers, one episode at a time.
+    Worker,
+}
+
+/// `join`.
+#[derive(Debug, Args)]
+pub struct JoinArgs {
+    /// An invite ticket, as `starling ticket` prints it.
+    pub ticket: String,
+    /// How to run.
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+/// `node`.
+#[derive(Debug, Subcommand)]
+pub enum NodeCommand {
+    /// Run the first node of a new mesh, or a known node again.
+    #[command(after_help = "Example:\n  starling node run --role server")]
+    Run(RunArgs),
+    /// The nodes that the running node knows.
+    #[command(after_help = "Example:\n  starling node list --json")]
+    List,
+}
+
+/// `job`.
+#[derive(Debug, Subcommand)]
+pub enum JobCommand {
+    /// Submit a job to the mesh.
+    #[command(after_help = "Example:\n  starling job submit job.toml")]
+    Submit {
+        /// The job file.
+        file: PathBuf,
+    },
+    /// Jobs of all models that this node hosts.
+    #[command(after_help = "Example:\n  starling job list --json")]
+    List,
+    /// Stop a job.
+    #[command(after_help = "Example:\n  starling job stop 0123456789abcdef0123456789abcdef")]
+    Stop {
+        /// Its id.
+        job: String,
+    },
+}
+
+/// `rollout`.
+#[derive(Debug, Subcommand)]
+pub enum RolloutCommand {
+    /// Rollouts of a job in this node's store.
+    #[command(after_help = "Example:\n  starling rollout list 0123456789abcdef0123456789abcdef")]
+    List {
+        /// The job's id.
+        job: String,
+        /// At most this many.
+        #[arg(long, default_value_t = 50)]
+        limit: u32,
+    },
+    /// One rollout: task, reward, turns, tokens.
+    #[command(after_help = "Example:\n  starling rollout show <64 hex digits> --json")]
+    Show {
+        /// The rollout's id.
+        id: String,
+    },
+}
+
+/// `checkpoint`.
+#[derive(Debug, Subcommand)]
+pub enum CheckpointCommand {
+    /// Write the newest committed version into a folder that `transformers` loads.
+    #[command(after_help = "Example:\n  starling checkpoint export starling-byte --out ./trained")]
+    Export {
+        /// The model's name.
+        model: String,
+        /// The folder, which must not exist or be empty.
+        #[arg(long)]
+        out: PathBuf,
+    },
+    /// Committed versions of the models that this node hosts.
+    #[command(after_help = "Example:\n  starling checkpoint list")]
+    List,
+}
+
+/// `pretrain`.
+#[derive(Debug, Args)]
+pub struct PretrainArgs {
+    /// Where the Hugging Face folder goes.
+    #[arg(long)]
+    pub out: PathBuf,
+    /// Seed of weights and data order.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Optimizer steps.
+    #[arg(long)]
+    pub steps: Option<u64>,
+    /// Folder with the task sets.
+    #[arg(long, default_value = "tasks")]
+    pub tasks: PathBuf,
+    /// Threads. The result is the same bits for the same number of threads.
+    #[arg(long, default_value_t = 2)]
+    pub threads: usize,
+    /// Also print the reward on the held-out tasks, greedy and sampled.
+    #[arg(long)]
+    pub evaluate: bool,
+}
+
+/// `bench`.
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    /// Which; `all` runs every one.
+    #[arg(value_enum)]
+    pub name: BenchName,
+    /// Runs of each measurement; the median counts.
+    #[arg(long, default_value_t = 5)]
+    pub runs: usize,
+}
+
+/// Benchmarks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum BenchName {
+    /// Episodes through begin, one chat, durable end, with a null engine.
+    Episodes,
+    /// What the gateway adds to a chat call.
+    Gateway,
+    /// Rollouts replicated durably to two holders.
+    Replication,
+    /// Generated tokens per second.
+    Generation,
+    /// Trained tokens per second.
+    Training,
+    /// All of them.
+    All,
+}
+
+/// `demo`.
+#[derive(Debug, Args)]
+pub struct DemoArgs {
+    /// Optimizer steps.
+    #[arg(long)]
+    pub steps: Option<u64>,
+    /// Seed of tasks and sampling.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Where the report goes.
+    #[arg(long, default_value = "report")]
+    pub report: PathBuf,
+}

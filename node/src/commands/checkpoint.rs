@@ -1,0 +1,117 @@
+//! `starling checkpoint`, and the reading and writing of model folders.
+
+use super::client::AdminClient;
+use crate::admin::ExportRequest;
+use crate::{BadInput, model_files, print};
+use anyhow::{Context, bail};
+use serde_json::Value;
+use starling_core::NodeCore;
+use starling_engine::{Checkpoint, Device, LlamaConfig, SaveDtype, Weights};
+use starling_protocol::{ModelName, PolicyVersion};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A model folder's weights as f32 safetensors and its other files, by name.
+///
+/// # Errors
+/// Names the file, config key or tensor at fault.
+pub fn read_folder(path: &Path) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
+    let checkpoint = Checkpoint::load(path, &Device::Cpu).with_context(|| path.display().to_string())?;
+    let mut files = checkpoint.files;
+    files.insert("config.json".into(), checkpoint.config.to_json().into_bytes());
+    files.insert("model.safetensors".into(), checkpoint.weights.to_safetensors()?);
+    if !files.contains_key("tokenizer.json") {
+        bail!("{}: expected a tokenizer.json in it", path.display());
+    }
+    Ok(files)
+}
+
+/// Creates `model` on the mesh from the files of a folder.
+///
+/// # Errors
+/// In words.
+pub async fn create(
+    core: &Arc<NodeCore>,
+    model: &ModelName,
+    mut files: BTreeMap<String, Vec<u8>>,
+) -> Result<(), String> {
+    let weights = files.remove("model.safetensors").ok_or("model.safetensors is missing")?;
+    let config = files.get("config.json").ok_or("config.json is missing")?;
+    let config = LlamaConfig::from_json(config).map_err(|e| e.to_string())?;
+    // f32 whatever the folder has: these are the optimizer's master weights.
+    let weights = tokio::task::spawn_blocking(move || {
+        Weights::from_safetensors(&config, &weights, &Device::Cpu)
+            .map_err(|e| e.to_string())?
+            .to_safetensors()
+            .map_err(|e| e.to_string())
+    })
+    .await
+    .map_err(|e| e.to_string())??;
+    core.create_model(model, weights, files).await
+}
+
+/// Writes the newest committed version of `model` as a Hugging Face folder.
+///
+/// # Errors
+/// When the folder is not empty, or weights or files cannot be had.
+pub async fn export(core: &Arc<NodeCore>, model: &ModelName, out: &Path) -> anyhow::Result<PolicyVersion> {
+    if std::fs::read_dir(out).is_ok_and(|mut d| d.next().is_some()) {
+        bail!("{} is not empty", out.display());
+    }
+    let version = match core.groups().state(model) {
+        Some(s) => s.borrow().version,
+        None => core.models().get(model).with_context(|| format!("model {model} is not known on this mesh"))?.version,
+    };
+    let (weights, _) = model_files::manifests(core, model).await.map_err(anyhow::Error::msg)?;
+    let sources = core.models().sources_of(model);
+    let bytes = core.blobs().fetch(&weights, &sources).await?;
+    let mut files = model_files::fetch(core, model).await.map_err(anyhow::Error::msg)?;
+    let config = files.remove("config.json").context("the model has no config.json")?;
+    let config = LlamaConfig::from_json(&config)?;
+    let out = out.to_owned();
+    tokio::task::spawn_blocking(move || -> anyhow::Result<()> {
+        let weights = Weights::from_safetensors(&config, &bytes, &Device::Cpu)?;
+        std::fs::create_dir_all(&out)?;
+        Ok(Checkpoint { config, weights, files }.save(&out, SaveDtype::F32)?)
+    })
+    .await??;
+    Ok(version)
+}
+
+/// `checkpoint export`.
+///
+/// # Errors
+/// [`BadInput`] for the name, or the node's refusal.
+pub async fn export_command(client: &AdminClient, model: &str, out: &Path, json: bool) -> anyhow::Result<()> {
+    let model: ModelName = model.parse().map_err(BadInput::wrap)?;
+    let out = std::path::absolute(out)?;
+    let v: Value = client.post(&format!("/checkpoints/{model}"), &ExportRequest { out: out.clone() }).await?;
+    print(json, &v, || format!("version {} of {model} lies in {}", v["version"], out.display()))
+}
+
+/// `checkpoint list`.
+///
+/// # Errors
+/// When the node cannot be asked.
+pub async fn list(client: &AdminClient, json: bool) -> anyhow::Result<()> {
+    let status: Value = client.get("/status").await?;
+    let mut all = Vec::new();
+    for m in status["models"].as_array().into_iter().flatten() {
+        if let Some(name) = m["model"].as_str() {
+            all.push(client.get::<Value>(&format!("/steps/{name}")).await?);
+        }
+    }
+    let v = serde_json::json!({ "models": all });
+    print(json, &v, || {
+        let mut lines = Vec::new();
+        for m in v["models"].as_array().into_iter().flatten() {
+            for s in m["steps"].as_array().into_iter().flatten() {
+                let hash = s["weights"].as_str().unwrap_or_default();
+                let name = m["model"].as_str().unwrap_or_default();
+                lines.push(format!("{name}  version {:>5}  term {:>3}  weights {}", s["version"], s["term"], &hash[..hash.len().min(16)]));
+            }
+        }
+        if lines.is_empty() { "no committed steps in this node's store".into() } else { lines.join("\n") }
+    })
+}

@@ -1,0 +1,40 @@
+//! `starling status`.
+
+use super::client::AdminClient;
+use crate::print;
+use serde_json::Value;
+
+/// `status`.
+///
+/// # Errors
+/// When no node runs.
+pub async fn status(client: &AdminClient, json: bool) -> anyhow::Result<()> {
+    let v: Value = client.get("/status").await?;
+    print(json, &v, || {
+        let list = |k: &str| v[k].as_array().cloned().unwrap_or_default();
+        let mut out = format!("node      {}\n", v["node"].as_str().unwrap_or_default());
+        for a in list("addresses") {
+            out.push_str(&format!("listening {}\n", a.as_str().unwrap_or_default()));
+        }
+        out.push_str(&format!("members   {} live, {} connected\n", list("members").len(), list("connected").len()));
+        for u in list("unreachable") {
+            out.push_str(&format!("cannot reach {}: {}\n", u["address"], u["error"]));
+        }
+        for m in list("models") {
+            let leads = if m["is_leader"] == true { ", led by this node" } else { "" };
+            out.push_str(&format!("model     {} version {} term {}{leads}\n", m["model"], m["version"], m["term"]));
+            for j in m["jobs"].as_array().into_iter().flatten() {
+                let end = j["end"].as_str().unwrap_or("running");
+                out.push_str(&format!("job       {} {}/{} {end}\n", j["name"], j["steps"], j["of"]));
+            }
+        }
+        if !v["agents"].is_null() {
+            let a = &v["agents"];
+            out.push_str(&format!("agents    {} running, {} ended, aborted {}\n", a["running"], a["ended"], a["aborted"]));
+        }
+        for d in list("doing") {
+            out.push_str(&format!("now       {}\n", d.as_str().unwrap_or_default()));
+        }
+        out.trim_end().to_owned()
+    })
+}

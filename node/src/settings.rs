@@ -1,0 +1,95 @@
+//! What was typed, turned into what a node runs with; every refusal names the option.
+
+use crate::cli::{AgentModeArg, RunArgs};
+use anyhow::{Context, bail};
+use libp2p::Multiaddr;
+use starling_agents::{AgentMode, RunnerConfig};
+use starling_protocol::ModelName;
+use starling_protocol::record::Role;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+/// A node's settings, checked.
+#[derive(Debug, Clone)]
+pub struct RunSettings {
+    /// Sorted, without repetition.
+    pub roles: Vec<Role>,
+    /// Empty for the default.
+    pub listen: Vec<Multiaddr>,
+    /// Agents and the command line.
+    pub http: SocketAddr,
+    /// Asked of HTTP callers outside an episode.
+    pub http_token: Option<String>,
+    /// With the client role and a program.
+    pub agent: Option<RunnerConfig>,
+    /// For rollouts.
+    pub agent_name: String,
+    /// Episodes at once.
+    pub slots: usize,
+    /// Empty for all.
+    pub models: Vec<ModelName>,
+    /// Compute threads.
+    pub threads: usize,
+    /// Look on the local network.
+    pub mdns: bool,
+}
+
+impl RunSettings {
+    /// Checks `args`; `data` is where agents get their scratch folders.
+    ///
+    /// # Errors
+    /// Names the option, what was expected and what came.
+    pub fn new(args: &RunArgs, data: &Path) -> anyhow::Result<Self> {
+        let mut roles = args.role.iter().map(|r| r.parse()).collect::<Result<Vec<Role>, _>>().context("--role")?;
+        roles.sort_unstable();
+        roles.dedup();
+        let listen = args
+            .listen
+            .iter()
+            .map(|a| a.parse::<Multiaddr>().with_context(|| format!("--listen {a}: expected a multiaddr such as /ip4/127.0.0.1/udp/0/quic-v1")))
+            .collect::<anyhow::Result<Vec<_>>>()?;
+        let http: SocketAddr =
+            args.http.parse().with_context(|| format!("--http {}: expected ADDRESS:PORT", args.http))?;
+        if !http.ip().is_loopback() && args.http_token.is_none() {
+            bail!("--http {http}: beyond loopback, --http-token is needed");
+        }
+        if args.slots == 0 || args.slots > 1024 {
+            bail!("--slots: expected 1 to 1024, got {}", args.slots);
+        }
+        let is_client = roles.contains(&Role::Client);
+        if args.agent.is_some() && !is_client {
+            bail!("--agent: only with the client role, add --role client");
+        }
+        let agent = args.agent.as_deref().map(|c| runner(args, c, data)).transpose()?;
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Ok(Self {
+            roles,
+            listen,
+            http,
+            http_token: args.http_token.clone(),
+            agent,
+            agent_name: args.agent.clone().unwrap_or_default(),
+            slots: args.slots,
+            models: args.models.iter().map(|m| m.parse()).collect::<Result<_, _>>().context("--models")?,
+            threads: args.threads.unwrap_or(cores).clamp(1, 256),
+            mdns: args.mdns,
+        })
+    }
+}
+
+fn runner(args: &RunArgs, command: &str, data: &Path) -> anyhow::Result<RunnerConfig> {
+    let command: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
+    let mode = match args.agent_mode {
+        AgentModeArg::PerEpisode => AgentMode::PerEpisode,
+        AgentModeArg::Worker => AgentMode::Worker,
+    };
+    let mut config = RunnerConfig::new(command, mode);
+    config.slots = args.slots;
+    config.time_limit = Duration::from_secs(args.time_limit.max(1));
+    config.scratch_dir = data.join("scratch");
+    std::fs::create_dir_all(&config.scratch_dir)
+        .with_context(|| format!("cannot make {}", config.scratch_dir.display()))?;
+    config.validate().context("--agent")?;
+    Ok(config)
+}

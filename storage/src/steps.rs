@@ -1,0 +1,98 @@
+//! Committed steps of each model, as a replica applied them: the record that audits and resumption read.
+
+use crate::error::StoreError;
+use crate::schema::{model_prefix, prefix_end, split_numbered_key, step_key, successor};
+use crate::store::{Batch, Family, KeyValue, Store};
+use starling_protocol::codec::{decode, encode};
+use starling_protocol::control::StepCommitted;
+use starling_protocol::{ModelName, PolicyVersion};
+
+const PAGE: usize = 64;
+/// A manifest of 64 Ki chunks takes 2 MiB, and there may be two, beside the consumed ids.
+const STEP_LEN_BYTES_MAX: usize = 16 << 20;
+
+/// Adds a committed step to `batch`; replaces one of the same version, as a new generation of the model may.
+pub fn put_step(batch: &mut Batch, model: &ModelName, step: &StepCommitted) {
+    batch.put(Family::Models, step_key(model, step.version), encode(step));
+}
+
+/// One step.
+///
+/// # Errors
+/// [`StoreError::Corrupt`] when it cannot be decoded; else as [`Store::get`].
+pub fn step(
+    store: &dyn Store,
+    model: &ModelName,
+    version: PolicyVersion,
+) -> Result<Option<StepCommitted>, StoreError> {
+    let key = step_key(model, version);
+    let Some(value) = store.get(Family::Models, &key)? else {
+        return Ok(None);
+    };
+    decode_step(&(key, value)).map(|(_, step)| Some(step))
+}
+
+/// All steps of a model, ascending by version.
+///
+/// # Errors
+/// As [`step`].
+pub fn steps(store: &dyn Store, model: &ModelName) -> Result<Vec<StepCommitted>, StoreError> {
+    let prefix = model_prefix(model);
+    let end = prefix_end(&prefix);
+    let all = scan_steps(store, prefix, end.as_deref())?;
+    Ok(all.into_iter().map(|(_, step)| step).collect())
+}
+
+/// The step with the greatest version.
+///
+/// # Errors
+/// As [`step`].
+pub fn newest(store: &dyn Store, model: &ModelName) -> Result<Option<StepCommitted>, StoreError> {
+    let prefix = model_prefix(model);
+    // No prefix is all 0xff: a name is text.
+    let end = prefix_end(&prefix).unwrap_or_default();
+    let last = store
+        .last_key_before(Family::Models, &end)?
+        .filter(|(key, _)| key.starts_with(&prefix));
+    last.map(|pair| decode_step(&pair).map(|(_, step)| step))
+        .transpose()
+}
+
+/// All steps of all models in this store.
+///
+/// # Errors
+/// As [`step`].
+pub fn all_steps(store: &dyn Store) -> Result<Vec<(ModelName, StepCommitted)>, StoreError> {
+    scan_steps(store, Vec::new(), None)
+}
+
+fn scan_steps(
+    store: &dyn Store,
+    mut from: Vec<u8>,
+    to: Option<&[u8]>,
+) -> Result<Vec<(ModelName, StepCommitted)>, StoreError> {
+    let mut all = Vec::new();
+    loop {
+        let page = store.scan(Family::Models, &from, to, PAGE)?;
+        let Some((last, _)) = page.last() else {
+            return Ok(all);
+        };
+        from = successor(last);
+        for pair in &page {
+            all.push(decode_step(pair)?);
+        }
+    }
+}
+
+fn decode_step((key, value): &KeyValue) -> Result<(ModelName, StepCommitted), StoreError> {
+    let corrupt = |reason: String| StoreError::corrupt(Family::Models, key, reason);
+    let (model, version) =
+        split_numbered_key(key).ok_or_else(|| corrupt("not a model and a version".to_owned()))?;
+    let step: StepCommitted =
+        decode("committed step", value, STEP_LEN_BYTES_MAX).map_err(|e| corrupt(e.to_string()))?;
+    if step.version.0 == version {
+        Ok((model, step))
+    } else {
+        Err(corrupt(format!("step to {}", step.version)))
+    }
+}
