@@ -2,7 +2,7 @@
 
 use crate::cause::AbortCause;
 use crate::config::{ConfigError, RunnerConfig};
-use crate::guard::{Guard, GuardProcess};
+use crate::guard::{Guard, GuardProcess, announce};
 use crate::process::{Group, Process, Started};
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -125,15 +125,22 @@ impl Recipe {
         ];
         // SAFETY: `getpid` has no preconditions.
         let parent = unsafe { libc::getpid() };
-        // SAFETY: between fork and exec the closure calls only prctl, getppid and setrlimit, which are
-        // async-signal-safe, and allocates nothing: an error code becomes an `io::Error` without memory.
+        let descriptor = guard.descriptor();
+        // SAFETY: between fork and exec the closure calls only system calls that are async-signal-safe, and allocates
+        // nothing: an error code becomes an `io::Error` without memory. It runs after the new group was made.
         unsafe {
             command.pre_exec(move || {
                 die_with(parent)?;
+                if let Some(descriptor) = descriptor {
+                    announce(descriptor);
+                }
                 limits.iter().try_for_each(|(resource, max)| max.map_or(Ok(()), |max| limit(*resource, max)))
             })
         };
-        let child = command.spawn().map_err(|err| explain(err, &self.program, &self.working_dir))?;
+        let child = command.spawn().map_err(|err| {
+            guard.forget_announced();
+            explain(err, &self.program, &self.working_dir)
+        })?;
         Ok(Started { group: Group::new(child, guard), scratch })
     }
 }

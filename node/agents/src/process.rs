@@ -239,7 +239,7 @@ fn pidfd(_pid: libc::pid_t) -> Option<OwnedFd> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::guard::GuardProcess;
+    use crate::guard::{GuardProcess, announce};
     use std::os::unix::process::CommandExt;
     use std::process::Command;
 
@@ -270,8 +270,19 @@ mod tests {
         }
         guard.guard().remove(pid(&kept));
         gone.kill().unwrap();
+        let descriptor = guard.guard().descriptor().unwrap();
+        let mut command = Command::new("/bin/sleep");
+        // SAFETY: `announce` is async-signal-safe.
+        unsafe {
+            command.pre_exec(move || {
+                announce(descriptor);
+                Ok(())
+            })
+        };
+        let mut starting = command.arg("60").process_group(0).spawn().unwrap();
         drop(guard);
         assert_eq!(describe(left.wait().unwrap()), "signal 9 (SIGKILL)");
+        assert_eq!(describe(starting.wait().unwrap()), "signal 9 (SIGKILL)");
         assert!(kept.try_wait().unwrap().is_none(), "a removed group must not be killed");
         kept.kill().unwrap();
         kept.wait().unwrap();

@@ -12,7 +12,7 @@ use starling_protocol::EpisodeId;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 /// What all slots of a runner have in common.
 #[derive(Debug)]
@@ -161,10 +161,13 @@ impl Slot {
     /// Pauses as long as the program's failures ask for and starts a worker if one is needed. `false` when closed.
     async fn make_ready(&mut self) -> bool {
         loop {
-            tokio::select! {
-                biased;
-                _closed = self.closing.wait_for(|c| *c) => return false,
-                () = tokio::time::sleep(pause(self.failures)) => {}
+            let pause = pause(self.failures);
+            if !pause.is_zero() {
+                // Closing ends the pause early; the runner being gone counts as closing.
+                let _closed_or_over = timeout(pause, self.closing.wait_for(|c| *c)).await;
+            }
+            if *self.closing.borrow() {
+                return false;
             }
             // Some programs end after a number of episodes on purpose.
             if self.worker.as_ref().is_some_and(|w| w.exit.has_ended()) {

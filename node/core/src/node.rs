@@ -415,7 +415,11 @@ impl NodeCore {
     #[must_use]
     pub fn model_status(&self, model: &ModelName) -> serde_json::Value {
         let (Some(view), Some(state)) = (self.groups.leadership(model), self.groups.state(model)) else {
-            return serde_json::json!({ "model": model, "member": false });
+            let known = self.models.get(model);
+            let (leader, term) = known.as_ref().and_then(|a| a.leader).unzip();
+            return serde_json::json!({
+                "model": model, "member": false, "version": known.map(|a| a.version), "term": term, "leader": leader,
+            });
         };
         let (view, state): (_, Arc<ModelState>) = (view.borrow().clone(), state.borrow().clone());
         let desk = self.desk(model);

@@ -17,7 +17,9 @@ use starling_protocol::job::{CollectionRule, EvaluateSpec, JobSpec, Sampling, Ta
 use starling_protocol::manifest::Manifest;
 use starling_protocol::record::{NodeRecord, Role};
 use starling_protocol::signed::{Signer, Verifier};
-use starling_protocol::wire::{CALL_LEN_BYTES_MAX, GOSSIP_LEN_BYTES_MAX, Gossip, LeaderCall, LeaderReply, Service, Topic};
+use starling_protocol::wire::{
+    CALL_LEN_BYTES_MAX, GOSSIP_LEN_BYTES_MAX, Gossip, LeaderCall, LeaderReply, Service, Topic,
+};
 use starling_protocol::{Hash, JobId, ModelName, NodeId, PolicyVersion, Term, Timestamp};
 use starling_storage::{MemoryStore, SharedStore};
 use tokio::time::{Instant, sleep};
@@ -149,11 +151,8 @@ impl World {
         }
         world.settle().await;
         let voters: Vec<_> = world.nodes.keys().copied().collect();
-        let first = ControlEntry::ModelCreated {
-            model: model(),
-            weights: Manifest::of(b"version 0"),
-            files: BTreeMap::new(),
-        };
+        let first =
+            ControlEntry::ModelCreated { model: model(), weights: Manifest::of(b"version 0"), files: BTreeMap::new() };
         world.groups(id(1)).create(&model(), &voters, first).await.unwrap();
         world
     }
@@ -445,8 +444,7 @@ async fn a_node_that_was_away_for_long_catches_up_by_a_snapshot() {
         world.start(id(n), Role::Server).await;
     }
     world.settle().await;
-    let first =
-        ControlEntry::ModelCreated { model: model(), weights: Manifest::of(b"0"), files: BTreeMap::new() };
+    let first = ControlEntry::ModelCreated { model: model(), weights: Manifest::of(b"0"), files: BTreeMap::new() };
     world.groups(id(1)).create(&model(), &[id(1), id(2), id(3)], first).await.unwrap();
     let (leader, term) = world.leader().await;
     let away = world.nodes.keys().copied().find(|n| *n != leader).unwrap();
@@ -457,17 +455,13 @@ async fn a_node_that_was_away_for_long_catches_up_by_a_snapshot() {
         assert_eq!(applied, Ok(Applied::Yes), "version {version}");
     }
     world.start(away, Role::Server).await;
-    world
-        .until("it catches up", Duration::from_secs(20), |w| w.state(away).version == PolicyVersion(600))
-        .await;
+    world.until("it catches up", Duration::from_secs(20), |w| w.state(away).version == PolicyVersion(600)).await;
     assert_eq!(world.state(away), world.state(leader));
     // What it installed survives the next restart, and the steps after it are applied on top.
     world.groups(leader).propose_as(&model(), term, step(term, 601, &[601])).await.unwrap();
     world.crash(away, true);
     world.start(away, Role::Server).await;
-    world
-        .until("it comes back", Duration::from_secs(20), |w| w.state(away).version == PolicyVersion(601))
-        .await;
+    world.until("it comes back", Duration::from_secs(20), |w| w.state(away).version == PolicyVersion(601)).await;
     assert_eq!(world.state(away), world.state(leader));
     assert_eq!(world.state(away).consumed.len(), 601);
 }
@@ -482,9 +476,7 @@ async fn servers_that_join_become_voters_one_by_one() {
     world
         .until("five vote and one learns", Duration::from_secs(60), |w| {
             let leader = w.leaders().first().map(|(n, _)| *n);
-            leader.is_some_and(|l| {
-                w.groups(l).voters(&model()).len() == 5 && w.groups(l).learners(&model()).len() == 1
-            })
+            leader.is_some_and(|l| w.groups(l).voters(&model()).len() == 5 && w.groups(l).learners(&model()).len() == 1)
         })
         .await;
     world
@@ -510,8 +502,7 @@ async fn a_witness_votes_and_does_not_lead() {
         world.start(id(2), Role::Server).await;
         world.start(id(3), Role::Witness).await;
         world.settle().await;
-        let first =
-            ControlEntry::ModelCreated { model: model(), weights: Manifest::of(b"0"), files: BTreeMap::new() };
+        let first = ControlEntry::ModelCreated { model: model(), weights: Manifest::of(b"0"), files: BTreeMap::new() };
         world.groups(id(1)).create(&model(), &[id(1), id(2), id(3)], first).await.unwrap();
         let (leader, _) = world.leader().await;
         // The other server lags while the witness gets an entry; then the leader dies for good.
@@ -520,9 +511,7 @@ async fn a_witness_votes_and_does_not_lead() {
         world.groups(leader).propose(&model(), submit()).await.unwrap();
         world.network.heal_all();
         world.crash(leader, false);
-        world
-            .until("the other server leads, with the entry", Duration::from_secs(60), |w| w.view(other).is_self)
-            .await;
+        world.until("the other server leads, with the entry", Duration::from_secs(60), |w| w.view(other).is_self).await;
         assert!(!world.view(id(3)).is_self, "seed {seed}");
         world.groups(other).linearizable_barrier(&model()).await.unwrap();
         assert_eq!(world.state(other).jobs.len(), 1, "seed {seed}: what was committed is there");

@@ -182,9 +182,7 @@ async fn a_killed_node_is_known_dead_soon_and_comes_back_after_a_restart() {
         let mut events = world.get(id(1)).events();
         world.crash(id(3));
         let took = world
-            .until("it is known dead", Duration::from_secs(6), |w| {
-                w.nodes.values().all(|(_, m, _)| !m.is_live(id(3)))
-            })
+            .until("it is known dead", Duration::from_secs(6), |w| w.nodes.values().all(|(_, m, _)| !m.is_live(id(3))))
             .await;
         assert!(took <= Duration::from_millis(3500), "seed {seed}: {took:?}");
         assert_eq!(events.try_recv(), Ok(MemberEvent::Left(id(3))));

@@ -91,7 +91,8 @@ impl Checkpoint {
             write(&dir.join(name), bytes)?;
         }
         write(&dir.join("model.safetensors"), &self.weights.serialize(kind)?)?;
-        let config = self.config.to_json().replace("\"torch_dtype\": \"float32\"", &format!("\"torch_dtype\": \"{label}\""));
+        let config =
+            self.config.to_json().replace("\"torch_dtype\": \"float32\"", &format!("\"torch_dtype\": \"{label}\""));
         write(&dir.join("config.json"), config.as_bytes())
     }
 }
@@ -100,7 +101,11 @@ impl Checkpoint {
 fn shard_names(index: &[u8]) -> Result<BTreeSet<String>, CheckpointError> {
     let file = "model.safetensors.index.json";
     let root: Value = serde_json::from_slice(index).map_err(|source| CheckpointError::Json { file, source })?;
-    let wrong = |got: String| CheckpointError::Field { field: "weight_map", expected: "tensor names to file names".into(), got };
+    let wrong = |got: String| CheckpointError::Field {
+        field: "weight_map",
+        expected: "tensor names to file names".into(),
+        got,
+    };
     let map = root.get("weight_map").and_then(Value::as_object).ok_or_else(|| wrong("nothing".into()))?;
     map.values()
         .map(|v| {
@@ -162,7 +167,8 @@ mod tests {
     #[test]
     fn a_shard_index_cannot_leave_the_folder() {
         assert!(shard_names(br#"{"weight_map": {"a": "../../etc/passwd"}}"#).is_err());
-        let names = shard_names(br#"{"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors", "c": "m-1.safetensors"}}"#);
+        let names =
+            shard_names(br#"{"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors", "c": "m-1.safetensors"}}"#);
         assert_eq!(names.unwrap().len(), 2);
     }
 }

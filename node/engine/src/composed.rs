@@ -54,13 +54,17 @@ fn rope_rows(rope: &RopeTable, length: usize, half: usize, like: &Tensor) -> Res
 
 /// An additive causal mask `[length, length]`.
 fn causal_mask(length: usize, like: &Tensor) -> Result<Tensor> {
-    let mask: Vec<f32> =
-        (0..length).flat_map(|q| (0..length).map(move |k| if k <= q { 0.0 } else { -1e30 })).collect();
+    let mask: Vec<f32> = (0..length).flat_map(|q| (0..length).map(move |k| if k <= q { 0.0 } else { -1e30 })).collect();
     Tensor::from_vec(mask, (length, length), like.device())
 }
 
 /// Causal self-attention of `qkv [tokens, q | k | v]`, unrotated, to `[tokens, heads · head_dim]`: sequences are padded to the longest, attended, and packed again.
-pub(crate) fn self_attention(qkv: &Tensor, offsets: &[usize], shape: AttentionShape, rope: &RopeTable) -> Result<Tensor> {
+pub(crate) fn self_attention(
+    qkv: &Tensor,
+    offsets: &[usize],
+    shape: AttentionShape,
+    rope: &RopeTable,
+) -> Result<Tensor> {
     let (tokens, width) = qkv.dims2()?;
     if width != shape.qkv_len() || offsets.last() != Some(&tokens) {
         candle_core::bail!("attention: [{tokens}, {width}] for width {}", shape.qkv_len());

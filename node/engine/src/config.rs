@@ -38,6 +38,9 @@ pub struct LlamaConfig {
 /// Largest accepted value of a size field: keeps products of two sizes far from overflow.
 const SIZE_MAX: u64 = 1 << 24;
 
+/// Longest accepted sequence: the rotary table of a 128-wide head is then 512 MiB.
+const POSITIONS_MAX: usize = 1 << 20;
+
 impl LlamaConfig {
     /// Reads a Hugging Face `config.json`; absent optional fields take `LlamaConfig`'s defaults in `transformers`.
     ///
@@ -130,6 +133,9 @@ impl LlamaConfig {
             if v == 0 || v as u64 > SIZE_MAX {
                 return Err(field(name, format!("a number from 1 to {SIZE_MAX}"), v));
             }
+        }
+        if self.max_position_embeddings > POSITIONS_MAX {
+            return Err(field("max_position_embeddings", format!("at most {POSITIONS_MAX}"), self.max_position_embeddings));
         }
         if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
             let expected = format!("a divisor of num_attention_heads = {}", self.num_attention_heads);

@@ -28,7 +28,9 @@ pub use candle_core::Device;
 pub use checkpoint::{Checkpoint, SaveDtype};
 pub use config::LlamaConfig;
 pub use error::{CheckpointError, EngineError, TrainError};
-pub use infer::{FinishReason, GenerateRequest, InferenceEngine, InferenceOptions, InferenceStats, SampledToken, TokenSink};
+pub use infer::{
+    FinishReason, GenerateRequest, InferenceEngine, InferenceOptions, InferenceStats, SampledToken, TokenSink,
+};
 pub use sampling::SamplingParams;
 pub use score::sequence_logprobs;
 pub use train::{Sample, StepReport, Trainer, TrainerConfig};

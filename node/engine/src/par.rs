@@ -56,7 +56,11 @@ pub(crate) fn rows_per_chunk(rows: usize) -> usize {
 ///
 /// # Errors
 /// The operating system refused a thread.
-pub(crate) fn pool(threads: usize, nice: i32, name: &'static str) -> Result<rayon::ThreadPool, rayon::ThreadPoolBuildError> {
+pub(crate) fn pool(
+    threads: usize,
+    nice: i32,
+    name: &'static str,
+) -> Result<rayon::ThreadPool, rayon::ThreadPoolBuildError> {
     rayon::ThreadPoolBuilder::new()
         .num_threads(threads.max(1))
         .thread_name(move |i| format!("{name}-{i}"))

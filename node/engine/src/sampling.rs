@@ -30,7 +30,15 @@ pub struct SamplingParams {
 impl Default for SamplingParams {
     /// Plain sampling: temperature 1, no truncation, up to 128 tokens.
     fn default() -> Self {
-        Self { temperature: 1.0, top_p: 1.0, top_k: 0, seed: 0, max_tokens: 128, stop_token_ids: Vec::new(), top_logprobs: 0 }
+        Self {
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0,
+            seed: 0,
+            max_tokens: 128,
+            stop_token_ids: Vec::new(),
+            top_logprobs: 0,
+        }
     }
 }
 
@@ -284,7 +292,14 @@ mod tests {
         order.sort_by(|&a, &b| s.weights[b].total_cmp(&s.weights[a]).then(a.cmp(&b)));
         let target = s.weights.iter().map(|&w| f64::from(w)).sum::<f64>() * f64::from(0.9f32);
         let mut sum = 0.0;
-        let kept = order.iter().take_while(|&&i| { let more = sum < target; sum += f64::from(s.weights[i]); more }).count();
+        let kept = order
+            .iter()
+            .take_while(|&&i| {
+                let more = sum < target;
+                sum += f64::from(s.weights[i]);
+                more
+            })
+            .count();
         s.truncate();
         assert_eq!(s.weights.iter().filter(|w| **w > 0.0).count(), kept);
     }

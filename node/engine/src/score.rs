@@ -19,7 +19,12 @@ use crate::weights::Weights;
 /// # Errors
 /// `EmptyPrompt`, `TokenOutOfRange`, `TooLong` for the tokens; `Weights` if they do not fit `cfg`;
 /// `NonFiniteLogits` if the model is broken.
-pub fn sequence_logprobs(cfg: &LlamaConfig, weights: &Weights, device: &Device, tokens: &[u32]) -> Result<Vec<f32>, EngineError> {
+pub fn sequence_logprobs(
+    cfg: &LlamaConfig,
+    weights: &Weights,
+    device: &Device,
+    tokens: &[u32],
+) -> Result<Vec<f32>, EngineError> {
     check_tokens(cfg, "tokens", tokens, cfg.max_position_embeddings)?;
     let params = fuse(cfg, weights, device)?;
     if tokens.len() == 1 {
@@ -32,11 +37,20 @@ pub fn sequence_logprobs(cfg: &LlamaConfig, weights: &Weights, device: &Device, 
         to_host(&DeviceModel::new(cfg, params, rope_table(cfg))?.logprobs(&batch)?, "score")?
     };
     let logprobs: Vec<f32> = std::iter::once(0.0).chain(rows.chunks_exact(2).map(|r| r[0])).collect();
-    if logprobs.iter().all(|l| l.is_finite()) { Ok(logprobs) } else { Err(EngineError::NonFiniteLogits { policy_version: 0 }) }
+    if logprobs.iter().all(|l| l.is_finite()) {
+        Ok(logprobs)
+    } else {
+        Err(EngineError::NonFiniteLogits { policy_version: 0 })
+    }
 }
 
 /// Checks a token sequence against a model.
-pub(crate) fn check_tokens(cfg: &LlamaConfig, field: &'static str, tokens: &[u32], limit: usize) -> Result<(), EngineError> {
+pub(crate) fn check_tokens(
+    cfg: &LlamaConfig,
+    field: &'static str,
+    tokens: &[u32],
+    limit: usize,
+) -> Result<(), EngineError> {
     if tokens.is_empty() {
         return Err(EngineError::EmptyPrompt);
     }

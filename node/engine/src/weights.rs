@@ -31,7 +31,11 @@ impl Weights {
         let mut tensors = Vec::new();
         for (name, shape) in cfg.tensor_shapes() {
             let count = shape.iter().product();
-            let data = if shape.len() == 1 { vec![1f32; count] } else { normal(&mut rng, count, init_std(cfg, &name, &shape)) };
+            let data = if shape.len() == 1 {
+                vec![1f32; count]
+            } else {
+                normal(&mut rng, count, init_std(cfg, &name, &shape))
+            };
             tensors.push((name, Tensor::from_vec(data, shape, device)?));
         }
         Ok(Self { tensors: Arc::new(tensors) })
@@ -144,10 +148,10 @@ impl Weights {
 
     /// The tensor at a place of the fixed order; `check` has run.
     pub(crate) fn at(&self, index: usize) -> Result<&Tensor, CheckpointError> {
-        self.tensors.get(index).map(|(_, t)| t).ok_or_else(|| CheckpointError::MissingTensor {
-            name: format!("#{index}"),
-            expected: Vec::new(),
-        })
+        self.tensors
+            .get(index)
+            .map(|(_, t)| t)
+            .ok_or_else(|| CheckpointError::MissingTensor { name: format!("#{index}"), expected: Vec::new() })
     }
 }
 
@@ -162,7 +166,11 @@ fn init_std(cfg: &LlamaConfig, name: &str, shape: &[usize]) -> f64 {
 }
 
 /// Box-Muller in f64 over 53-bit uniforms: the same bits wherever `ln`, `sqrt`, `cos` agree.
-#[expect(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "f64 to f32 rounding is the purpose; 53 bits fit")]
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    reason = "f64 to f32 rounding is the purpose; 53 bits fit"
+)]
 fn normal(rng: &mut ChaCha8Rng, count: usize, std: f64) -> Vec<f32> {
     use rand::Rng as _;
     let mut uniform = || (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
@@ -184,7 +192,9 @@ fn to_f32(name: &str, view: &TensorView<'_>, device: &Device) -> Result<Tensor, 
         Dtype::BF16 => DType::BF16,
         other => return Err(CheckpointError::Dtype { name: name.to_owned(), got: format!("{other:?}") }),
     };
-    Ok(Tensor::from_raw_buffer(view.data(), dtype, view.shape(), &Device::Cpu)?.to_dtype(DType::F32)?.to_device(device)?)
+    Ok(Tensor::from_raw_buffer(view.data(), dtype, view.shape(), &Device::Cpu)?
+        .to_dtype(DType::F32)?
+        .to_device(device)?)
 }
 
 /// Rounds to the nearest bfloat16, ties to even; NaN stays NaN.
@@ -221,7 +231,10 @@ mod tests {
         let back = Weights::from_safetensors(&cfg, &w.serialize(DType::BF16).unwrap(), &Device::Cpu).unwrap();
         for ((_, a), (_, b)) in w.iter().zip(back.iter()) {
             let a = a.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap();
-            assert_eq!(a.flatten_all().unwrap().to_vec1::<f32>().unwrap(), b.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+            assert_eq!(
+                a.flatten_all().unwrap().to_vec1::<f32>().unwrap(),
+                b.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+            );
         }
     }
 

@@ -53,7 +53,9 @@ fn golden() -> Golden {
     }
     let views: Vec<_> = entries
         .iter()
-        .map(|(n, d, b)| (n.as_str(), safetensors::tensor::TensorView::new(safetensors::Dtype::F32, d.clone(), b).unwrap()))
+        .map(|(n, d, b)| {
+            (n.as_str(), safetensors::tensor::TensorView::new(safetensors::Dtype::F32, d.clone(), b).unwrap())
+        })
         .collect();
     let bytes = safetensors::serialize(views, None).unwrap();
     let weights = Weights::from_safetensors(&cfg, &bytes, &Device::Cpu).unwrap();
@@ -119,7 +121,8 @@ impl TokenSink for Collect {
 #[test]
 fn the_generator_sees_the_same_distribution_after_each_prompt() {
     let g = golden();
-    let engine = InferenceEngine::spawn(g.cfg.clone(), g.weights.clone(), 0, InferenceOptions::default(), Device::Cpu).unwrap();
+    let engine =
+        InferenceEngine::spawn(g.cfg.clone(), g.weights.clone(), 0, InferenceOptions::default(), Device::Cpu).unwrap();
     for s in g.root["sequences"].as_array().unwrap() {
         let (tx, rx) = mpsc::channel();
         let sampling = SamplingParams { max_tokens: 1, top_logprobs: 32, ..SamplingParams::default() };

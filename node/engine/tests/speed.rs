@@ -26,7 +26,9 @@ fn the_demo_model_generates_and_trains_at_these_speeds() {
             let cpu = (cpu_ms() - cpu) / 512.0;
             #[expect(clippy::cast_precision_loss, reason = "small")]
             let ms = 1e3 * max_batch as f64 / n;
-            println!("generate: {threads} threads, batch {max_batch}: {n:.0} tokens/s, {ms:.2} ms per step ({cpu:.2} cpu)");
+            println!(
+                "generate: {threads} threads, batch {max_batch}: {n:.0} tokens/s, {ms:.2} ms per step ({cpu:.2} cpu)"
+            );
         }
         let opts = InferenceOptions { threads, ..InferenceOptions::default() };
         let n = generation_tokens_per_s(&cfg, &weights, &Device::Cpu, &opts, 512, 40, 1).unwrap() * 40.0;
@@ -38,7 +40,9 @@ fn the_demo_model_generates_and_trains_at_these_speeds() {
             let cpu = (cpu_ms() - cpu) / 6.0;
             #[expect(clippy::cast_precision_loss, reason = "small")]
             let ms = 1e3 * (samples * 40) as f64 / n;
-            println!("train: {threads} threads, {samples} samples of 40: {n:.0} tokens/s, {ms:.0} ms per step ({cpu:.0} cpu)");
+            println!(
+                "train: {threads} threads, {samples} samples of 40: {n:.0} tokens/s, {ms:.0} ms per step ({cpu:.0} cpu)"
+            );
         }
     }
 }

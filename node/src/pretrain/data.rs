@@ -55,6 +55,50 @@ impl Exercise {
         Some(Self { question: parts.concat(), answer: r2.to_string(), calls: vec![(first, r1), (second, r2)] })
     }
 
+    /// The same problem as a careless teacher does it. Sums: a carry is forgotten, or the last digit is one off.
+    /// Calculator: products do not go first, or a digit of the second call is mistyped; what follows is
+    /// consistent with the slip.
+    pub(super) fn with_slip(&self, rng: &mut ChaCha8Rng) -> Self {
+        if self.calls.is_empty() { self.careless_sum(rng) } else { self.careless_calls(rng) }
+    }
+
+    fn careless_sum(&self, rng: &mut ChaCha8Rng) -> Self {
+        let off = match digits_carry(&self.question) {
+            Some(off) => off,
+            None if rng.random_bool(0.5) => 1,
+            None => -1,
+        };
+        let answer = calculate(&self.question).unwrap_or_default() + off;
+        Self { answer: answer.to_string(), ..self.clone() }
+    }
+
+    fn careless_calls(&self, rng: &mut ChaCha8Rng) -> Self {
+        let (first, r1) = &self.calls[0];
+        let mut slip = self.clone();
+        if let Some(rest) = self.question.strip_suffix(first.as_str()) {
+            // a+b*c, read from the left: (a+b), then *c.
+            let at = first.find('*').unwrap_or(0);
+            let left = format!("{rest}{}", &first[..at]);
+            if let Some(l) = calculate(&left) {
+                let second = format!("{l}{}", &first[at..]);
+                let r2 = calculate(&second).unwrap_or_default();
+                slip.calls = vec![(left, l), (second, r2)];
+                slip.answer = r2.to_string();
+                return slip;
+            }
+        }
+        let (second, _) = &self.calls[1];
+        let places: Vec<usize> =
+            second.char_indices().filter(|(_, c)| c.is_ascii_digit()).map(|(i, _)| i).collect();
+        let at = places[rng.random_range(0..places.len())];
+        let digit = char::from(b"123456789"[rng.random_range(0..9)]);
+        let mistyped = format!("{}{digit}{}", &second[..at], &second[at + 1..]);
+        let r2 = calculate(&mistyped).unwrap_or_default();
+        slip.calls = vec![(first.clone(), *r1), (mistyped, r2)];
+        slip.answer = r2.to_string();
+        slip
+    }
+
     /// Ids of the first prompt, up to where the model speaks.
     pub(super) fn prompt(&self) -> Vec<u32> {
         let mut ids = Vec::new();
@@ -87,6 +131,17 @@ impl Exercise {
         say(answer, true);
         let n = tokens.len();
         Sample { tokens, loss_mask, behaviour_logprobs: vec![0.0; n], advantage: 1.0 }
+    }
+}
+
+/// What is lost by forgetting the carry of `a+b` or the borrow of `a-b`; `None` when there is none.
+fn digits_carry(question: &str) -> Option<i64> {
+    let at = question.find(['+', '-'])?;
+    let (a, b): (i64, i64) = (question[..at].parse().ok()?, question[at + 1..].parse().ok()?);
+    if question[at..].starts_with('+') {
+        (a % 10 + b % 10 >= 10).then_some(-10)
+    } else {
+        (a % 10 < b % 10).then_some(10)
     }
 }
 
@@ -129,8 +184,14 @@ impl Exercises {
         Ok(Self { heldout_sums, heldout_calculator, calculator, heldout_questions })
     }
 
-    /// A training transcript: any sum that is not held out, or a calculator task of the training set.
-    pub(super) fn draw(&self, rng: &mut ChaCha8Rng, calculator_share: f64) -> Exercise {
+    /// A training transcript: any sum that is not held out, or a calculator task of the training set; with
+    /// probability `slips` as a careless teacher does it.
+    pub(super) fn draw(&self, rng: &mut ChaCha8Rng, calculator_share: f64, slips: f64) -> Exercise {
+        let right = self.draw_right(rng, calculator_share);
+        if rng.random_bool(slips) { right.with_slip(rng) } else { right }
+    }
+
+    fn draw_right(&self, rng: &mut ChaCha8Rng, calculator_share: f64) -> Exercise {
         if rng.random_bool(calculator_share) {
             return self.calculator[rng.random_range(0..self.calculator.len())].clone();
         }

@@ -1,7 +1,8 @@
 //! `starling pretrain`: the embedded byte-level model, trained by supervision on its two task sets.
 //!
-//! Seeded and reproducible: the same seed, steps and number of threads give the same bytes. It is stopped early
-//! on purpose, so that reinforcement learning has something to teach; nothing about the reward is arranged.
+//! Seeded and reproducible: the same seed, steps and number of threads give the same bytes. The teacher is careless
+//! on purpose ([`SLIPS`]): the model imitates slips as well, about as often as they were shown, and that is what
+//! reinforcement learning can then teach it to leave. The reward itself is exact equality of the answer.
 
 mod data;
 mod score;
@@ -27,6 +28,9 @@ const LEARNING_RATE: f64 = 3e-3;
 const WARMUP: f64 = 100.0;
 /// Share of calculator transcripts; the rest are sums, which take longer to learn.
 const CALCULATOR_SHARE: f64 = 0.3;
+
+/// Share of transcripts in which the teacher slips.
+const SLIPS: f64 = 0.4;
 
 /// About 0.9 million parameters.
 #[must_use]
@@ -83,7 +87,7 @@ pub fn pretrain(args: &PretrainArgs, json: bool) -> anyhow::Result<()> {
     for step in 0..steps {
         trainer.set_learning_rate(LEARNING_RATE * schedule(step, steps));
         let batch: Vec<Sample> =
-            (0..BATCH).map(|_| exercises.draw(&mut rng, CALCULATOR_SHARE).sample()).collect();
+            (0..BATCH).map(|_| exercises.draw(&mut rng, CALCULATOR_SHARE, SLIPS).sample()).collect();
         loss = trainer.supervised_step(&batch)?.loss;
         if (step + 1) % 100 == 0 {
             tracing::info!(step = step + 1, of = steps, loss, seconds = started.elapsed().as_secs(), "pretraining");
@@ -114,6 +118,7 @@ fn files() -> BTreeMap<String, Vec<u8>> {
     [
         ("tokenizer.json", byte_model::tokenizer_json()),
         ("tokenizer_config.json", byte_model::tokenizer_config_json()),
+        ("chat_template.jinja", byte_model::chat_template().to_owned()),
         ("generation_config.json", format!("{generation:#}\n")),
     ]
     .into_iter()
@@ -133,9 +138,11 @@ mod tests {
         let tokenizer = byte_model::tokenizer_json();
         let tokenizer_config = byte_model::tokenizer_config_json();
         let config = config().to_json();
+        let template = byte_model::chat_template();
         let format = ChatFormat::new(&ModelFiles {
             tokenizer: tokenizer.as_bytes(),
             tokenizer_config: Some(tokenizer_config.as_bytes()),
+            chat_template: Some(template.as_bytes()),
             config: config.as_bytes(),
             ..ModelFiles::default()
         })

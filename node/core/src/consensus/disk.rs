@@ -53,7 +53,8 @@ impl Disk {
 
     /// Runs `work` where blocking is allowed.
     pub(super) async fn run<T: Send + 'static>(
-        &self, work: impl FnOnce(&Self) -> io::Result<T> + Send + 'static,
+        &self,
+        work: impl FnOnce(&Self) -> io::Result<T> + Send + 'static,
     ) -> io::Result<T> {
         if self.inline {
             return work(self);

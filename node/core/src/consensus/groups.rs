@@ -329,7 +329,8 @@ impl Groups {
             .map_err(|source| GroupError::Store { model: model.clone(), source })?;
         let state = machine.feed();
         let network = Network { transport: self.transport.clone(), model: model.clone() };
-        let raft = Raft::new(self.node, config, network, LogStore::new(disk), machine).await.map_err(|e| refused(&e))?;
+        let raft =
+            Raft::new(self.node, config, network, LogStore::new(disk), machine).await.map_err(|e| refused(&e))?;
         tracing::info!(%model, version = %state.get().version, "group opened");
         Ok(Arc::new(Group {
             raft,
@@ -394,7 +395,10 @@ impl Groups {
     /// # Errors
     /// [`CreateError`]
     pub async fn create(
-        self: &Arc<Self>, model: &ModelName, voters: &[NodeId], first: ControlEntry,
+        self: &Arc<Self>,
+        model: &ModelName,
+        voters: &[NodeId],
+        first: ControlEntry,
     ) -> Result<(), CreateError> {
         let deadline = Instant::now() + self.config.create_timeout;
         let voters: BTreeMap<_, _> = voters.iter().map(|v| (*v, EmptyNode {})).collect();
@@ -437,7 +441,12 @@ impl Groups {
     }
 
     /// Logs a model's first entry through whoever leads.
-    async fn propose_anywhere(&self, group: &Group, entry: &ControlEntry, deadline: Instant) -> Result<(), CreateError> {
+    async fn propose_anywhere(
+        &self,
+        group: &Group,
+        entry: &ControlEntry,
+        deadline: Instant,
+    ) -> Result<(), CreateError> {
         loop {
             let error = match self.write(group, None, entry.clone()).await {
                 Ok(Applied::Yes | Applied::Already) => return Ok(()),
@@ -475,7 +484,12 @@ impl Groups {
     ///
     /// # Errors
     /// [`ProposeError`]
-    pub async fn propose_as(&self, model: &ModelName, term: Term, entry: ControlEntry) -> Result<Applied, ProposeError> {
+    pub async fn propose_as(
+        &self,
+        model: &ModelName,
+        term: Term,
+        entry: ControlEntry,
+    ) -> Result<Applied, ProposeError> {
         let group = self.group(model).ok_or_else(|| ProposeError::NoGroup(model.clone()))?;
         self.write(&group, Some(term), entry).await
     }
@@ -610,7 +624,13 @@ impl Groups {
             let age = if alone { Some(Duration::ZERO) } else { m.last_quorum_acked.map(|at| at.elapsed()) };
             let is_self = !self.config.witness && age.is_some_and(|a| a < lease);
             let leader = age.is_some_and(|a| a < lease).then_some(self.node);
-            return LeaderView { leader, term, is_self, quorum_acked_at: age.and_then(|a| now.checked_sub(a)), wait: None };
+            return LeaderView {
+                leader,
+                term,
+                is_self,
+                quorum_acked_at: age.and_then(|a| now.checked_sub(a)),
+                wait: None,
+            };
         }
         let heard = lock(&group.heard).is_some_and(|at| now - at < lease);
         let leader = m.current_leader.filter(|l| heard && *l != self.node);

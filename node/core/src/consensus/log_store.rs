@@ -42,7 +42,8 @@ fn bounds(range: &impl RangeBounds<u64>) -> (u64, u64) {
 
 impl RaftLogReader<TypeConfig> for LogStore {
     async fn try_get_log_entries<RB: RangeBounds<u64> + Clone + Debug + OptionalSend>(
-        &mut self, range: RB,
+        &mut self,
+        range: RB,
     ) -> io::Result<Vec<Entry>> {
         let (from, to) = bounds(&range);
         self.disk.run(move |d| d.entries(from, to, usize::MAX)).await

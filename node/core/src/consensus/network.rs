@@ -145,23 +145,25 @@ impl RaftNetworkV2<TypeConfig> for Connection {
     type SnapshotData = Vec<u8>;
 
     async fn append_entries(
-        &mut self, rpc: AppendEntriesRequest<TypeConfig>, option: RPCOption,
+        &mut self,
+        rpc: AppendEntriesRequest<TypeConfig>,
+        option: RPCOption,
     ) -> RpcResult<AppendEntriesResponse<TypeConfig>> {
         match self.call(RaftRequest::Append(rpc), &option).await? {
             RaftReply::Append(reply) => Ok(reply),
             _ => self.unexpected(),
         }
     }
-    async fn vote(
-        &mut self, rpc: VoteRequest<TypeConfig>, option: RPCOption,
-    ) -> RpcResult<VoteResponse<TypeConfig>> {
+    async fn vote(&mut self, rpc: VoteRequest<TypeConfig>, option: RPCOption) -> RpcResult<VoteResponse<TypeConfig>> {
         match self.call(RaftRequest::Vote(rpc), &option).await? {
             RaftReply::Vote(reply) => Ok(reply),
             _ => self.unexpected(),
         }
     }
     async fn pre_vote(
-        &mut self, rpc: VoteRequest<TypeConfig>, option: RPCOption,
+        &mut self,
+        rpc: VoteRequest<TypeConfig>,
+        option: RPCOption,
     ) -> RpcResult<VoteResponse<TypeConfig>> {
         match self.call(RaftRequest::PreVote(rpc), &option).await? {
             RaftReply::Vote(reply) => Ok(reply),
@@ -169,7 +171,9 @@ impl RaftNetworkV2<TypeConfig> for Connection {
         }
     }
     async fn transfer_leader(
-        &mut self, req: TransferLeaderRequest<TypeConfig>, option: RPCOption,
+        &mut self,
+        req: TransferLeaderRequest<TypeConfig>,
+        option: RPCOption,
     ) -> RpcResult<TransferLeaderResponse<TypeConfig>> {
         match self.call(RaftRequest::Transfer(req), &option).await? {
             RaftReply::Transfer(reply) => Ok(reply),
@@ -177,8 +181,11 @@ impl RaftNetworkV2<TypeConfig> for Connection {
         }
     }
     async fn full_snapshot(
-        &mut self, vote: Vote, snapshot: Snapshot,
-        cancel: impl Future<Output = ReplicationClosed> + OptionalSend + 'static, option: RPCOption,
+        &mut self,
+        vote: Vote,
+        snapshot: Snapshot,
+        cancel: impl Future<Output = ReplicationClosed> + OptionalSend + 'static,
+        option: RPCOption,
     ) -> Result<SnapshotResponse<TypeConfig>, StreamingError<TypeConfig>> {
         let mut cancel = pin!(cancel);
         let total = snapshot.snapshot.len() as u64;

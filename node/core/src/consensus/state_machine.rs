@@ -55,7 +55,11 @@ impl StateMachine {
     }
 
     /// Persists and publishes what a batch changed, then answers its proposers.
-    async fn finish(&mut self, batch: &mut Vec<(ApplyResponder<TypeConfig>, Applied)>, steps: &mut Vec<StepCommitted>) -> io::Result<()> {
+    async fn finish(
+        &mut self,
+        batch: &mut Vec<(ApplyResponder<TypeConfig>, Applied)>,
+        steps: &mut Vec<StepCommitted>,
+    ) -> io::Result<()> {
         let (applied, steps) = (self.applied(), std::mem::take(steps));
         self.disk.run(move |d| d.save_applied(applied, &steps)).await?;
         if !Arc::ptr_eq(&self.state, &self.feed.get()) {

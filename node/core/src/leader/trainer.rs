@@ -110,7 +110,12 @@ fn build(
 }
 
 fn step(trainer: &mut Trainer, samples: &[Sample], with_optimizer_state: bool) -> Result<Stepped, String> {
-    let report = trainer.step(samples).map_err(|e| format!("step: {e}"))?;
+    // A batch whose groups all have equal rewards teaches nothing: it is used up, and the weights stay as they are.
+    let report = if samples.is_empty() {
+        StepReport::default()
+    } else {
+        trainer.step(samples).map_err(|e| format!("step: {e}"))?
+    };
     let weights = trainer.weights().map_err(|e| format!("weights: {e}"))?;
     let weights = weights.to_safetensors().map_err(|e| format!("weights: {e}"))?;
     let optimizer_state = if with_optimizer_state {

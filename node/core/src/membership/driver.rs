@@ -72,7 +72,11 @@ fn foca_config(config: &MembershipConfig) -> foca::Config {
 
 impl Driver {
     pub(super) fn new(
-        inner: &Arc<Inner>, transport: SharedTransport, identity: Identity, config: MembershipConfig, seed: u64,
+        inner: &Arc<Inner>,
+        transport: SharedTransport,
+        identity: Identity,
+        config: MembershipConfig,
+        seed: u64,
     ) -> Self {
         let foca_rng = ChaCha8Rng::seed_from_u64(seed);
         Self {

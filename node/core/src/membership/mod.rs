@@ -170,7 +170,8 @@ impl Membership {
     /// # Errors
     /// [`InboundError::Malformed`] when it is none.
     pub fn on_packet(&self, from: NodeId, body: &[u8]) -> Result<(), InboundError> {
-        let frame = decode("SWIM call", body, CALL_LEN_BYTES_MAX).map_err(|e| InboundError::Malformed(e.to_string()))?;
+        let frame =
+            decode("SWIM call", body, CALL_LEN_BYTES_MAX).map_err(|e| InboundError::Malformed(e.to_string()))?;
         match frame {
             SwimFrame::Packet(packet) => {
                 if self.inputs.try_send(Input::Packet(packet.into())).is_err() {

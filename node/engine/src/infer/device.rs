@@ -8,12 +8,12 @@ use std::sync::Arc;
 use candle_core::{D, DType, Device, Result, Tensor};
 
 use super::runner::Segment;
+use crate::composed::{index, repeat_heads, rms_norm, rotate, softmax, swiglu};
 use crate::config::LlamaConfig;
 use crate::error::CheckpointError;
 use crate::kernels::attention::AttentionShape;
 use crate::kernels::rope::RopeTable;
 use crate::params::{attention_shape, fuse, norm_eps};
-use crate::composed::{index, repeat_heads, rms_norm, rotate, softmax, swiglu};
 use crate::weights::Weights;
 
 /// Positions per slot to start with; doubled when a sequence outgrows them.
@@ -27,7 +27,11 @@ pub(crate) struct DeviceWeights {
 
 impl DeviceWeights {
     /// Moves checked weights to the device.
-    pub(crate) fn new(cfg: &LlamaConfig, weights: &Weights, device: &Device) -> std::result::Result<Self, CheckpointError> {
+    pub(crate) fn new(
+        cfg: &LlamaConfig,
+        weights: &Weights,
+        device: &Device,
+    ) -> std::result::Result<Self, CheckpointError> {
         Ok(Self { params: fuse(cfg, weights, device)?, device: device.clone() })
     }
 }
@@ -126,7 +130,8 @@ impl DeviceRunner {
         let keys = segments.iter().map(|s| self.lengths[s.slot] + s.tokens.len()).max().unwrap_or(0);
         let mut ids = Vec::new();
         let (mut cos, mut sin) = (Vec::new(), Vec::new());
-        let (mut write, mut read, mut pad, mut unpad, mut mask) = (Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let (mut write, mut read, mut pad, mut unpad, mut mask) =
+            (Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for (b, s) in segments.iter().enumerate() {
             let (first, start, n) = (ids.len(), self.lengths[s.slot], s.tokens.len());
             ids.extend_from_slice(s.tokens);
@@ -148,7 +153,10 @@ impl DeviceRunner {
         let device = &self.weights.device;
         let (rows, half, sequences) = (ids.len(), self.shape.head_dim / 2, segments.len());
         let width = self.shape.kv_len();
-        let vec = |v: Vec<u32>| { let n = v.len(); Tensor::from_vec(v, n, device) };
+        let vec = |v: Vec<u32>| {
+            let n = v.len();
+            Tensor::from_vec(v, n, device)
+        };
         Ok(Plan {
             ids: vec(ids)?,
             cos: Tensor::from_vec(cos, (rows, 1, half), device)?,

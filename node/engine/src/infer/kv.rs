@@ -63,69 +63,104 @@ impl KvCache {
     }
 }
 
+/// A block of some prompt, found by the block before it and its own tokens.
+#[derive(Debug)]
+struct PrefixNode {
+    id: u64,
+    block: Arc<[f32]>,
+    used: u64,
+}
+
+/// What leads to a [`PrefixNode`]: the id of the node before it (0 for the first) and its tokens.
+type PrefixKey = (u64, [u32; BLOCK]);
+
 /// Hands out blocks, takes them back, and remembers the blocks of prompts.
 #[derive(Debug)]
 pub(crate) struct BlockStore {
     layout: KvLayout,
     free: Vec<Arc<[f32]>>,
-    prefixes: HashMap<Vec<u32>, (Arc<[f32]>, u64)>,
+    prefixes: HashMap<PrefixKey, PrefixNode>,
+    last_id: u64,
     tick: u64,
+}
+
+/// The full blocks of a prompt without its last token, which is always left to compute.
+fn full_blocks(prompt: &[u32]) -> &[[u32; BLOCK]] {
+    prompt[..prompt.len().saturating_sub(1)].as_chunks::<BLOCK>().0
 }
 
 impl BlockStore {
     /// An empty store.
     pub(crate) fn new(layout: KvLayout) -> Self {
-        Self { layout, free: Vec::new(), prefixes: HashMap::new(), tick: 0 }
+        Self { layout, free: Vec::new(), prefixes: HashMap::new(), last_id: 0, tick: 0 }
     }
 
     /// Gives `cache` room for `tokens` more tokens.
     pub(crate) fn reserve(&mut self, cache: &mut KvCache, tokens: usize) {
         let blocks = (cache.len + tokens).div_ceil(BLOCK);
         while cache.blocks.len() < blocks {
-            let block = self.free.pop().unwrap_or_else(|| vec![0f32; self.layout.block_floats()].into());
+            let mut block = self.free.pop().unwrap_or_else(|| vec![0f32; self.layout.block_floats()].into());
+            // Attention multiplies the values behind the last token by zero: they must not be NaN.
+            if let Some(values) = Arc::get_mut(&mut block) {
+                values.fill(0.0);
+            }
             cache.blocks.push(block);
         }
     }
 
-    /// A cache that starts with the longest known prefix of `prompt`; its last token is always left to compute.
+    /// A cache that starts with the longest known prefix of `prompt`.
     pub(crate) fn start(&mut self, prompt: &[u32]) -> KvCache {
         self.tick += 1;
         let mut cache = KvCache::default();
-        for end in (BLOCK..prompt.len()).step_by(BLOCK) {
-            let Some((block, used)) = self.prefixes.get_mut(&prompt[..end]) else { break };
-            *used = self.tick;
-            cache.blocks.push(Arc::clone(block));
-            cache.len = end;
+        let mut parent = 0;
+        for tokens in full_blocks(prompt) {
+            let Some(node) = self.prefixes.get_mut(&(parent, *tokens)) else { break };
+            node.used = self.tick;
+            parent = node.id;
+            cache.blocks.push(Arc::clone(&node.block));
+            cache.len += BLOCK;
         }
         cache
     }
 
     /// Tokens of `prompt` that [`BlockStore::start`] would find.
     pub(crate) fn known(&self, prompt: &[u32]) -> usize {
-        let ends = (BLOCK..prompt.len()).step_by(BLOCK);
-        ends.take_while(|&end| self.prefixes.contains_key(&prompt[..end])).last().unwrap_or(0)
+        let mut parent = 0;
+        let found = full_blocks(prompt).iter().take_while(|tokens| match self.prefixes.get(&(parent, **tokens)) {
+            Some(node) => {
+                parent = node.id;
+                true
+            }
+            None => false,
+        });
+        found.count() * BLOCK
     }
 
-    /// Remembers the full blocks of a computed prompt.
+    /// Remembers the full blocks of a computed prompt; the least recently used half goes when memory runs out.
     pub(crate) fn remember(&mut self, prompt: &[u32], cache: &KvCache) {
-        let capacity = (PREFIX_CACHE_BYTES / 4 / self.layout.block_floats().max(1)).max(1);
-        for (end, block) in (BLOCK..prompt.len()).step_by(BLOCK).zip(&cache.blocks) {
-            if !self.prefixes.contains_key(&prompt[..end]) {
-                self.prefixes.insert(prompt[..end].to_vec(), (Arc::clone(block), self.tick));
-            }
+        let mut parent = 0;
+        for (tokens, block) in full_blocks(prompt).iter().zip(&cache.blocks) {
+            let node = self.prefixes.entry((parent, *tokens)).or_insert_with(|| {
+                self.last_id += 1;
+                PrefixNode { id: self.last_id, block: Arc::clone(block), used: self.tick }
+            });
+            // A parent is never older than its children, so that eviction takes children first.
+            node.used = self.tick;
+            parent = node.id;
         }
+        let capacity = (PREFIX_CACHE_BYTES / 4 / self.layout.block_floats().max(1)).max(1);
         if self.prefixes.len() > capacity {
-            let mut ticks: Vec<u64> = self.prefixes.values().map(|(_, t)| *t).collect();
-            ticks.sort_unstable();
-            let cut = ticks[ticks.len() / 2];
-            self.prefixes.retain(|_, (_, t)| *t > cut);
+            let mut used: Vec<u64> = self.prefixes.values().map(|n| n.used).collect();
+            used.sort_unstable();
+            let cut = used[used.len() / 2];
+            self.prefixes.retain(|_, n| n.used > cut);
         }
     }
 
     /// Forgets all prefixes: they belong to other weights.
     pub(crate) fn forget(&mut self) {
-        for (_, (block, _)) in std::mem::take(&mut self.prefixes) {
-            self.give_back(block);
+        for (_, node) in std::mem::take(&mut self.prefixes) {
+            self.give_back(node.block);
         }
     }
 

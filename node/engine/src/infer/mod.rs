@@ -166,7 +166,9 @@ impl InferenceEngine {
         check_tokens(cfg, "prompt", &req.prompt, cfg.max_position_embeddings - 1)?;
         let room = cfg.max_position_embeddings - req.prompt.len();
         let max_tokens = (req.sampling.max_tokens as usize).min(room);
-        self.handle.shared.push(Job { prompt: req.prompt, sampling: req.sampling, max_tokens, sink }, self.handle.waiting_max)
+        self.handle
+            .shared
+            .push(Job { prompt: req.prompt, sampling: req.sampling, max_tokens, sink }, self.handle.waiting_max)
     }
 
     /// Replaces the weights between two decoding steps; running sequences go on with the keys and values they have.

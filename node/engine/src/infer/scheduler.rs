@@ -166,9 +166,20 @@ impl Scheduler {
         opts: InferenceOptions,
         policy_version: u64,
     ) -> Result<Self, EngineError> {
-        let pool = par::pool(opts.threads, opts.nice, "starling-infer").map_err(|e| EngineError::Threads { what: e.to_string() })?;
+        let pool = par::pool(opts.threads, opts.nice, "starling-infer")
+            .map_err(|e| EngineError::Threads { what: e.to_string() })?;
         let free_slots = (0..opts.max_batch).rev().collect();
-        Ok(Self { shared, runner, pool, opts, vocab, policy_version, running: Vec::new(), free_slots, logits: Vec::new() })
+        Ok(Self {
+            shared,
+            runner,
+            pool,
+            opts,
+            vocab,
+            policy_version,
+            running: Vec::new(),
+            free_slots,
+            logits: Vec::new(),
+        })
     }
 
     /// Runs until the last handle is gone.

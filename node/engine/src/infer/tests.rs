@@ -107,7 +107,8 @@ fn the_device_path_draws_the_same_tokens() {
         vec![(2, &[9]), (0, &[6]), (1, &[7])],
     ];
     for pass in passes {
-        let segments: Vec<_> = pass.iter().map(|&(slot, tokens)| runner::Segment { slot, tokens, wanted: true }).collect();
+        let segments: Vec<_> =
+            pass.iter().map(|&(slot, tokens)| runner::Segment { slot, tokens, wanted: true }).collect();
         let (mut x, mut y) = (Vec::new(), Vec::new());
         device.forward(&segments, &mut x).unwrap();
         cpu.forward(&segments, &mut y).unwrap();

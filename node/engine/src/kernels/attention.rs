@@ -109,7 +109,14 @@ pub(crate) fn softmax_in_place<const FMA: bool>(scores: &mut [f32], len: usize) 
 
 /// `out = Σ_j p[j] · V[j] · factor` for one head; `p` is zero behind the last token, up to a whole block.
 #[inline(always)]
-pub(crate) fn weighted_sum<const FMA: bool>(p: &[f32], blocks: &[&[f32]], at: usize, head_dim: usize, factor: f32, out: &mut [f32]) {
+pub(crate) fn weighted_sum<const FMA: bool>(
+    p: &[f32],
+    blocks: &[&[f32]],
+    at: usize,
+    head_dim: usize,
+    factor: f32,
+    out: &mut [f32],
+) {
     let mut d = 0;
     while d + 2 * LANES <= head_dim {
         weighted_columns::<FMA, { 2 * LANES }>(p, blocks, at, head_dim, d, factor, out);

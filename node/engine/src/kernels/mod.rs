@@ -7,6 +7,8 @@
 pub(crate) mod attention;
 pub(crate) mod attention_grad;
 pub(crate) mod elementwise;
+#[cfg(test)]
+mod gradient_tests;
 pub(crate) mod logprob;
 pub(crate) mod math;
 pub(crate) mod matmul;

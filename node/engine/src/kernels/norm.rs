@@ -51,7 +51,15 @@ simd_fn! {
 
 #[inline(always)]
 #[expect(clippy::cast_precision_loss, reason = "a row is far shorter than 2^24")]
-fn backward_body<const FMA: bool>(x: &[f32], w: &[f32], g: &[f32], eps: f32, dx: &mut [f32], dw: &mut [f32], y: &mut [f32]) {
+fn backward_body<const FMA: bool>(
+    x: &[f32],
+    w: &[f32],
+    g: &[f32],
+    eps: f32,
+    dx: &mut [f32],
+    dw: &mut [f32],
+    y: &mut [f32],
+) {
     let n = w.len();
     let rows = x.chunks_exact(n).zip(g.chunks_exact(n)).zip(dx.chunks_exact_mut(n)).zip(y.chunks_exact_mut(n));
     for (((x, g), dx), y) in rows {
@@ -84,7 +92,8 @@ pub(crate) fn backward(x: &[f32], w: &[f32], g: &[f32], eps: f32, dx: &mut [f32]
     let block = ROWS_PER_SUM * n;
     let blocks = x.len().div_ceil(block);
     let mut partial = vec![0f32; blocks * n];
-    let parts: Vec<_> = dx.chunks_mut(block).zip(y.chunks_mut(block)).zip(partial.chunks_mut(n)).map(Mutex::new).collect();
+    let parts: Vec<_> =
+        dx.chunks_mut(block).zip(y.chunks_mut(block)).zip(partial.chunks_mut(n)).map(Mutex::new).collect();
     par::for_each(blocks, |i| {
         let mut part = parts[i].lock().unwrap_or_else(PoisonError::into_inner);
         let ((dx, y), dw) = &mut *part;

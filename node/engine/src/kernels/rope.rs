@@ -10,11 +10,14 @@ pub(crate) struct RopeTable {
 
 impl RopeTable {
     /// Angles `position · theta^(-2i / head_dim)`, the product taken in f32 as `transformers` does.
-    #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "positions and dimensions are below 2^24; f32 is the reference's precision")]
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        reason = "positions and dimensions are below 2^24; f32 is the reference's precision"
+    )]
     pub(crate) fn new(head_dim: usize, theta: f64, positions: usize) -> Self {
         let half = head_dim / 2;
-        let freqs: Vec<f32> =
-            (0..half).map(|i| (1.0 / theta.powf(2.0 * i as f64 / head_dim as f64)) as f32).collect();
+        let freqs: Vec<f32> = (0..half).map(|i| (1.0 / theta.powf(2.0 * i as f64 / head_dim as f64)) as f32).collect();
         let mut cos = Vec::with_capacity(positions * half);
         let mut sin = Vec::with_capacity(positions * half);
         for p in 0..positions {

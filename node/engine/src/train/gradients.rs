@@ -89,7 +89,8 @@ impl GradientPlan<'_> {
         let run = |lane: usize| {
             let part = &micro[micro.len() * lane / lanes..micro.len() * (lane + 1) / lanes];
             let mut buffer = buffers.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
-            let done = run_lane(&model, &packs, part, &mut buffer, |rows, m| derivatives(rows, m, objective, trained), params);
+            let done =
+                run_lane(&model, &packs, part, &mut buffer, |rows, m| derivatives(rows, m, objective, trained), params);
             buffers.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
             *results[lane].lock().unwrap_or_else(PoisonError::into_inner) = done;
         };

@@ -115,7 +115,11 @@ pub struct Trainer {
 
 impl std::fmt::Debug for Trainer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Trainer").field("cfg", &self.cfg).field("options", &self.options).field("updates", &self.updates).finish_non_exhaustive()
+        f.debug_struct("Trainer")
+            .field("cfg", &self.cfg)
+            .field("options", &self.options)
+            .field("updates", &self.updates)
+            .finish_non_exhaustive()
     }
 }
 
@@ -131,7 +135,8 @@ impl Trainer {
             .into_iter()
             .map(|value| Ok(Slot { m: value.zeros_like()?, v: value.zeros_like()?, value }))
             .collect::<candle_core::Result<Vec<_>>>()?;
-        let pool = par::pool(tc.threads, tc.nice, "starling-train").map_err(|e| TrainError::Threads { what: e.to_string() })?;
+        let pool = par::pool(tc.threads, tc.nice, "starling-train")
+            .map_err(|e| TrainError::Threads { what: e.to_string() })?;
         Ok(Self { rope: rope_table(&cfg), cfg, options: tc, device, slots, updates: 0, pool })
     }
 
@@ -142,7 +147,8 @@ impl Trainer {
     /// # Errors
     /// `Sample` or `NothingToTrain` for the batch, `NonFinite` for a broken loss or gradient: nothing has changed then.
     pub fn step(&mut self, batch: &[Sample]) -> Result<StepReport, TrainError> {
-        let objective = Objective::PolicyGradient { clip_low: self.options.clip_low, clip_high: self.options.clip_high };
+        let objective =
+            Objective::PolicyGradient { clip_low: self.options.clip_low, clip_high: self.options.clip_high };
         self.run(batch, objective)
     }
 

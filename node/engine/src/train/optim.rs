@@ -5,8 +5,8 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::{Device, Result, Tensor};
 
 use crate::kernels::simd_fn;
-use crate::tensors::with_f32;
 use crate::par;
+use crate::tensors::with_f32;
 
 /// Hyper-parameters of one update.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -83,7 +83,8 @@ impl AdamW {
         par::for_each(slots.len(), |i| {
             let (slot, grad) = (&slots[i], &grads[i]);
             let s = self.scalars(update, grad_scale, slot.value.rank() > 1);
-            let result = if slot.value.device().is_cpu() { update_cpu(s, slot, grad) } else { update_device(s, slot, grad) };
+            let result =
+                if slot.value.device().is_cpu() { update_cpu(s, slot, grad) } else { update_device(s, slot, grad) };
             *results[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
         });
         results

@@ -43,7 +43,11 @@ impl Trainer {
         let file = SafeTensors::deserialize(bytes)?;
         let step = file.tensor(STEP).ok().and_then(|t| t.data().try_into().ok()).map(u64::from_le_bytes);
         let Some(updates) = step else {
-            return Err(TrainError::OptimizerState { field: STEP.into(), expected: "one U64".into(), got: "none".into() });
+            return Err(TrainError::OptimizerState {
+                field: STEP.into(),
+                expected: "one U64".into(),
+                got: "none".into(),
+            });
         };
         let m = self.moments(&file, "m")?;
         let v = self.moments(&file, "v")?;

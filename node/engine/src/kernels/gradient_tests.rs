@@ -1,0 +1,115 @@
+//! Finite differences for every kernel that has a backward.
+
+use super::attention::AttentionShape;
+use super::attention_grad::{packed_backward, packed_forward};
+use super::logprob::{logprob_entropy, logprob_entropy_grad};
+use super::matmul::{Lhs, Packed};
+use super::rope::RopeTable;
+use super::{elementwise, norm};
+
+/// A smooth, varied input.
+fn wave(len: usize, phase: f32) -> Vec<f32> {
+    (0u16..).take(len).map(|i| (f32::from(i) * 0.731 + phase).sin() * 0.8).collect()
+}
+
+/// Compares `grad`, the gradient of `Σ wave · f(x)`, with central differences of `f`.
+///
+/// Step 1e-2 in f32: truncation is of order 1e-4 and rounding of order 1e-5 of the largest gradient, so 3e-3 of it
+/// leaves a margin above both.
+fn check(what: &str, x: &[f32], grad: &[f32], f: impl Fn(&[f32]) -> Vec<f32>) {
+    assert_eq!(x.len(), grad.len(), "{what}");
+    let value = |x: &[f32]| -> f64 {
+        let y = f(x);
+        y.iter().zip(wave(y.len(), 0.4)).map(|(&y, w)| f64::from(y) * f64::from(w)).sum()
+    };
+    let largest = grad.iter().fold(1e-3f32, |a, g| a.max(g.abs()));
+    for (i, &got) in grad.iter().enumerate() {
+        let at = |step: f32| {
+            let mut moved = x.to_vec();
+            moved[i] += step;
+            value(&moved)
+        };
+        let want = (at(1e-2) - at(-1e-2)) / 2e-2;
+        assert!((f64::from(got) - want).abs() < 3e-3 * f64::from(largest), "{what}[{i}]: expected {want}, got {got}");
+    }
+}
+
+#[test]
+fn rms_norm_has_the_gradients_of_its_forward() {
+    // 70 rows cross the block over which the weight's gradient is summed.
+    let (rows, n) = (70, 19);
+    let (x, w, g) = (wave(rows * n, 0.1), wave(n, 1.3), wave(rows * n, 0.4));
+    let forward = |x: &[f32], w: &[f32]| {
+        let mut y = vec![0f32; x.len()];
+        norm::forward(x, w, 1e-5, &mut y);
+        y
+    };
+    let (mut dx, mut dw, mut y) = (vec![0f32; rows * n], vec![0f32; n], vec![0f32; rows * n]);
+    norm::backward(&x, &w, &g, 1e-5, &mut dx, &mut dw, &mut y);
+    assert_eq!(y, forward(&x, &w));
+    check("x", &x, &dx, |x| forward(x, &w));
+    check("w", &w, &dw, |w| forward(&x, w));
+}
+
+#[test]
+fn swiglu_has_the_gradient_of_its_forward() {
+    let (rows, inner) = (3, 19);
+    let (x, g) = (wave(rows * 2 * inner, 0.2), wave(rows * inner, 0.4));
+    let forward = |x: &[f32]| {
+        let mut y = vec![0f32; rows * inner];
+        elementwise::swiglu(x, inner, &mut y);
+        y
+    };
+    let (mut dx, mut y) = (vec![0f32; x.len()], vec![0f32; rows * inner]);
+    elementwise::swiglu_grad(&x, &g, inner, &mut dx, &mut y);
+    check("x", &x, &dx, forward);
+}
+
+#[test]
+fn products_have_the_gradients_that_the_backward_pass_takes() {
+    // 300 rows cross the reduction blocks of the transposed product.
+    let (rows, k, n) = (300, 5, 9);
+    let (x, w, g) = (wave(rows * k, 0.2), wave(n * k, 0.9), wave(rows * n, 0.4));
+    let forward = |x: &[f32], w: &[f32]| {
+        let mut y = vec![0f32; rows * n];
+        Packed::from_weight(w, n, k).mul(Lhs::rows(x, k), &mut y, false);
+        y
+    };
+    let mut dx = vec![0f32; rows * k];
+    Packed::from_rows(&w, n, k).mul(Lhs::rows(&g, n), &mut dx, false);
+    check("x", &x, &dx, |x| forward(x, &w));
+    let mut dw = vec![0f32; n * k];
+    Packed::from_rows(&x, rows, k).mul(Lhs::transposed(&g, n), &mut dw, true);
+    check("w", &w, &dw, |w| forward(&x, w));
+}
+
+#[test]
+fn logprob_and_entropy_have_the_gradients_of_their_forward() {
+    let (logits, g) = (wave(37, 0.2), wave(2, 0.4));
+    for target in [0, 16, 36] {
+        let mut dx = logits.clone();
+        logprob_entropy_grad(&mut dx, target, g[0], g[1]);
+        check("logits", &logits, &dx, |x| {
+            let (logprob, entropy) = logprob_entropy(x, target);
+            vec![logprob, entropy]
+        });
+    }
+}
+
+#[test]
+fn rotated_attention_has_the_gradient_of_its_forward_over_packed_sequences() {
+    // Lengths 1, 18 (crosses a block of 16) and 7; widths with and without whole registers, one head per group and two.
+    for (heads, kv_heads, head_dim) in [(4, 2, 6), (2, 2, 16), (3, 1, 10)] {
+        let shape = AttentionShape { heads, kv_heads, head_dim };
+        let rope = RopeTable::new(head_dim, 10_000.0, 32);
+        let offsets = [0, 1, 19, 26];
+        let (x, g) = (wave(26 * shape.qkv_len(), 0.3), wave(26 * shape.q_len(), 0.4));
+        let mut dx = vec![0f32; x.len()];
+        packed_backward(&x, &g, &offsets, shape, &rope, &mut dx);
+        check("qkv", &x, &dx, |x| {
+            let mut y = vec![0f32; 26 * shape.q_len()];
+            packed_forward(x, &offsets, shape, &rope, &mut y);
+            y
+        });
+    }
+}
