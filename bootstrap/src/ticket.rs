@@ -108,7 +108,9 @@ pub enum TicketError {
         node: NodeId,
     },
     /// An address that is none.
-    #[error("ticket: addresses of {node}: expected a multiaddr like /ip4/203.0.113.7/udp/4001/quic-v1, got {address:?}: {reason}")]
+    #[error(
+        "ticket: addresses of {node}: expected a multiaddr like /ip4/203.0.113.7/udp/4001/quic-v1, got {address:?}: {reason}"
+    )]
     Address {
         /// Whose.
         node: NodeId,
@@ -295,7 +297,8 @@ mod tests {
         let t = ticket();
         let text = t.encode().unwrap();
         assert_eq!(Ticket::parse(&text).unwrap(), t);
-        let wrapped: String = text.chars().enumerate().flat_map(|(i, c)| (i % 40 == 39).then_some('\n').into_iter().chain([c])).collect();
+        let wrapped: String =
+            text.chars().enumerate().flat_map(|(i, c)| (i % 40 == 39).then_some('\n').into_iter().chain([c])).collect();
         assert_eq!(Ticket::parse(&format!("  {}\n", wrapped.to_uppercase())).unwrap(), t);
         assert!(!t.is_expired(1_000));
         assert!(t.is_expired(1_001));

@@ -13,9 +13,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use starling_bootstrap::ticket::Ticket;
 use starling_protocol::control::{ControlEntry, JobEnd};
-use starling_protocol::rollout::read_rollout;
 use starling_protocol::job::JobSpec;
 use starling_protocol::manifest::Manifest;
+use starling_protocol::rollout::read_rollout;
 use starling_protocol::{Hash, JobId, ModelName, RolloutId};
 use starling_storage::{rollouts, steps};
 use std::sync::Arc;
@@ -193,7 +193,9 @@ async fn submit(State(node): State<Node>, Json(s): Json<Submission>) -> Answer<S
     let mut created = false;
     if core.models().get(model).is_none() {
         let files = match &s.model.path {
-            Some(path) => crate::commands::checkpoint::read_folder(path).map_err(|e| AdminError::bad(format!("{e:#}")))?,
+            Some(path) => {
+                crate::commands::checkpoint::read_folder(path).map_err(|e| AdminError::bad(format!("{e:#}")))?
+            }
             None => crate::embedded::files(),
         };
         crate::commands::checkpoint::create(core, model, files).await.map_err(AdminError::failed)?;

@@ -323,9 +323,11 @@ impl Backend for NodeBackend {
             return Err(ClaimError::NoJob(job));
         }
         let claimed = self.claim_many(&models, 1, &[]).await;
-        claimed.assignments.into_iter().next().ok_or_else(|| {
-            ClaimError::Wait(claimed.wait.unwrap_or_else(|| "the leader gave no reason".into()))
-        })
+        claimed
+            .assignments
+            .into_iter()
+            .next()
+            .ok_or_else(|| ClaimError::Wait(claimed.wait.unwrap_or_else(|| "the leader gave no reason".into())))
     }
 
     async fn generate(&self, request: Generate) -> Result<GenerateStream, BackendError> {

@@ -28,7 +28,9 @@ pub enum Command {
     #[command(after_help = "Example:\n  starling ticket > ticket.txt")]
     Ticket,
     /// Join a mesh and run until interrupted.
-    #[command(after_help = "Examples:\n  starling join starling1abc… --role server\n  starling join starling1abc… --role client --agent ./my_agent.py --slots 16")]
+    #[command(
+        after_help = "Examples:\n  starling join starling1abc… --role server\n  starling join starling1abc… --role client --agent ./my_agent.py --slots 16"
+    )]
     Join(JoinArgs),
     /// Run a node, or list the nodes of the mesh.
     #[command(subcommand)]

@@ -88,8 +88,9 @@ impl DataDir {
     /// When no node runs on this folder.
     pub fn running(&self) -> anyhow::Result<Running> {
         let path = self.0.join("node.json");
-        let text = std::fs::read_to_string(&path)
-            .with_context(|| format!("no node runs on {} (start one with `starling node run` or `starling join`)", self.0.display()))?;
+        let text = std::fs::read_to_string(&path).with_context(|| {
+            format!("no node runs on {} (start one with `starling node run` or `starling join`)", self.0.display())
+        })?;
         serde_json::from_str(&text).with_context(|| format!("{} is damaged", path.display()))
     }
 

@@ -20,9 +20,11 @@ pub async fn manifests(core: &NodeCore, model: &ModelName) -> Result<(Manifest, 
     let call = LeaderCall::Status { model: model.clone() };
     match core.ask_leader(model, &call).await.map_err(|e| e.to_string())? {
         LeaderReply::Status(text) => {
-            let mut v: serde_json::Value = serde_json::from_str(&text).map_err(|e| format!("status of {model}: {e}"))?;
+            let mut v: serde_json::Value =
+                serde_json::from_str(&text).map_err(|e| format!("status of {model}: {e}"))?;
             let mut take = |field: &str| v.get_mut(field).map(serde_json::Value::take).unwrap_or_default();
-            let weights = serde_json::from_value(take("weights")).map_err(|e| format!("status field `weights`: {e}"))?;
+            let weights =
+                serde_json::from_value(take("weights")).map_err(|e| format!("status field `weights`: {e}"))?;
             let files = serde_json::from_value(take("files")).map_err(|e| format!("status field `files`: {e}"))?;
             Ok((weights, files))
         }

@@ -47,7 +47,10 @@ impl RunSettings {
         let listen = args
             .listen
             .iter()
-            .map(|a| a.parse::<Multiaddr>().with_context(|| format!("--listen {a}: expected a multiaddr such as /ip4/127.0.0.1/udp/0/quic-v1")))
+            .map(|a| {
+                a.parse::<Multiaddr>()
+                    .with_context(|| format!("--listen {a}: expected a multiaddr such as /ip4/127.0.0.1/udp/0/quic-v1"))
+            })
             .collect::<anyhow::Result<Vec<_>>>()?;
         let http: SocketAddr =
             args.http.parse().with_context(|| format!("--http {}: expected ADDRESS:PORT", args.http))?;

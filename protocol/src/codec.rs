@@ -53,7 +53,10 @@ pub fn decode<T: DeserializeOwned>(what: &'static str, bytes: &[u8], max: usize)
     if bytes.len() > max {
         return Err(DecodeError::TooLong { what, got: bytes.len(), max });
     }
-    let (value, rest) = postcard::take_from_bytes(bytes)
-        .map_err(|e| DecodeError::Malformed { what, len: bytes.len(), reason: e.to_string() })?;
+    let (value, rest) = postcard::take_from_bytes(bytes).map_err(|e| DecodeError::Malformed {
+        what,
+        len: bytes.len(),
+        reason: e.to_string(),
+    })?;
     if rest.is_empty() { Ok(value) } else { Err(DecodeError::Trailing { what, extra: rest.len() }) }
 }

@@ -175,11 +175,7 @@ impl ModelName {
         let ok = !s.is_empty()
             && s.len() <= NAME_LEN_BYTES_MAX
             && s.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-/".contains(&b));
-        if ok {
-            Ok(Self(s))
-        } else {
-            Err(ParseIdError::new("model name", "1 to 128 of A-Z a-z 0-9 . _ - /", &s))
-        }
+        if ok { Ok(Self(s)) } else { Err(ParseIdError::new("model name", "1 to 128 of A-Z a-z 0-9 . _ - /", &s)) }
     }
     /// The text.
     #[must_use]

@@ -170,29 +170,59 @@ impl JobSpec {
             if ok { Ok(()) } else { Err(JobError { field: field.into(), expected, got: got.to_string() }) }
         }
         let t = &self.trainer;
-        need(!self.name.is_empty() && self.name.len() <= NAME_LEN_BYTES_MAX, "name", "1 to 128 bytes", self.name.len())?;
+        need(
+            !self.name.is_empty() && self.name.len() <= NAME_LEN_BYTES_MAX,
+            "name",
+            "1 to 128 bytes",
+            self.name.len(),
+        )?;
         need((1..=1_000_000).contains(&self.steps), "steps", "1 to 1000000", self.steps)?;
         need((1..=4096).contains(&self.groups_per_step), "groups_per_step", "1 to 4096", self.groups_per_step)?;
         need((2..=256).contains(&self.group_size), "group_size", "2 to 256", self.group_size)?;
         need(self.staleness_max <= 4, "staleness_max", "0 to 4", self.staleness_max)?;
         need((1..=16).contains(&self.replication), "replication", "1 to 16", self.replication)?;
-        need((1000..=86_400_000).contains(&self.lease_ttl_ms), "lease_ttl_s", "1 to 86400 seconds", self.lease_ttl_ms / 1000)?;
+        need(
+            (1000..=86_400_000).contains(&self.lease_ttl_ms),
+            "lease_ttl_s",
+            "1 to 86400 seconds",
+            self.lease_ttl_ms / 1000,
+        )?;
         let s = &self.sampling;
         need((0.0..=2.0).contains(&s.temperature), "sampling.temperature", "0 to 2", s.temperature)?;
         need(s.top_p > 0.0 && s.top_p <= 1.0, "sampling.top_p", "above 0, at most 1", s.top_p)?;
         need((1..=1 << 20).contains(&s.max_tokens), "sampling.max_tokens", "1 to 1048576", s.max_tokens)?;
-        need(t.learning_rate > 0.0 && t.learning_rate < 1.0, "trainer.learning_rate", "above 0, below 1", t.learning_rate)?;
+        need(
+            t.learning_rate > 0.0 && t.learning_rate < 1.0,
+            "trainer.learning_rate",
+            "above 0, below 1",
+            t.learning_rate,
+        )?;
         need((0.0..1.0).contains(&t.weight_decay), "trainer.weight_decay", "0 to 1", t.weight_decay)?;
         need((0.0..1.0).contains(&t.betas.0), "trainer.betas[0]", "0 to 1", t.betas.0)?;
         need((0.0..1.0).contains(&t.betas.1), "trainer.betas[1]", "0 to 1", t.betas.1)?;
-        need(t.max_grad_norm > 0.0 && t.max_grad_norm.is_finite(), "trainer.max_grad_norm", "a finite number above 0", t.max_grad_norm)?;
+        need(
+            t.max_grad_norm > 0.0 && t.max_grad_norm.is_finite(),
+            "trainer.max_grad_norm",
+            "a finite number above 0",
+            t.max_grad_norm,
+        )?;
         need(t.clip_low > 0.0 && t.clip_low < 1.0, "trainer.clip_low", "above 0, below 1", t.clip_low)?;
-        need(t.clip_high > 0.0 && t.clip_high.is_finite(), "trainer.clip_high", "a finite number above 0", t.clip_high)?;
+        need(
+            t.clip_high > 0.0 && t.clip_high.is_finite(),
+            "trainer.clip_high",
+            "a finite number above 0",
+            t.clip_high,
+        )?;
         need((1..=64).contains(&t.minibatches), "trainer.minibatches", "1 to 64", t.minibatches)?;
         need(!self.tasks.is_empty() && self.tasks.len() <= 64, "tasks", "1 to 64 task sets", self.tasks.len())?;
         for (i, set) in self.tasks.iter().enumerate() {
             let at = |f: &str| format!("tasks[{i}].{f}");
-            need(!set.name.is_empty() && set.name.len() <= NAME_LEN_BYTES_MAX, &at("name"), "1 to 128 bytes", set.name.len())?;
+            need(
+                !set.name.is_empty() && set.name.len() <= NAME_LEN_BYTES_MAX,
+                &at("name"),
+                "1 to 128 bytes",
+                set.name.len(),
+            )?;
             need(set.weight > 0.0 && set.weight.is_finite(), &at("weight"), "a finite number above 0", set.weight)?;
             need(
                 !self.tasks[..i].iter().any(|o| o.name == set.name),

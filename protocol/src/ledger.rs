@@ -98,6 +98,8 @@ pub enum Surplus {
     Consumed,
     /// Its group is full.
     GroupFull,
+    /// Its group was trained on, grew too old, or its job is over.
+    GroupClosed,
     /// Too many versions old.
     Stale,
     /// Its evaluation is over, or the place in it is taken.
@@ -191,7 +193,9 @@ impl Ledger {
         let orders = tasks
             .iter()
             .enumerate()
-            .map(|(i, t)| TaskOrder::new(job.spec.seed.wrapping_add(i as u64), u32::try_from(t.train.len()).unwrap_or(u32::MAX)))
+            .map(|(i, t)| {
+                TaskOrder::new(job.spec.seed.wrapping_add(i as u64), u32::try_from(t.train.len()).unwrap_or(u32::MAX))
+            })
             .collect();
         let mut groups_opened = job.groups_opened.clone();
         groups_opened.resize(tasks.len(), 0);
@@ -547,6 +551,9 @@ impl Ledger {
     fn admit_train(&mut self, v: VerifiedRollout, leased: bool) -> Admission {
         let id = v.rollout.group;
         if !self.groups.contains_key(&id) {
+            if id.term == self.term && id.seq < self.group_seq {
+                return Admission::Ignored(Surplus::GroupClosed);
+            }
             // A group of an earlier term whose leader is gone: its rollouts are as good as any.
             if id.term >= self.term || leased {
                 return Admission::Invalid(format!("group {id:?} was not opened in term {}", self.term));
@@ -560,7 +567,8 @@ impl Ledger {
                 return Admission::Ignored(Surplus::Stale);
             }
             let task = v.rollout.task.clone();
-            self.groups.insert(id, OpenGroup { task, attempts: 0, running: BTreeSet::new(), rollouts: BTreeMap::new() });
+            self.groups
+                .insert(id, OpenGroup { task, attempts: 0, running: BTreeSet::new(), rollouts: BTreeMap::new() });
         }
         let (size, stale) = (self.group_size(), self.is_stale(v.oldest_version()));
         let (in_training, version) = (self.training.contains(&id), self.version);

@@ -208,9 +208,8 @@ impl VerifiedRollout {
     /// The oldest version that sampled a trained token; `None` when no token trains.
     #[must_use]
     pub fn oldest_version(&self) -> Option<PolicyVersion> {
-        let sampled = |t: &Timeline| {
-            t.loss_mask.iter().zip(&t.policy_versions).filter(|(m, _)| **m).map(|(_, v)| *v).min()
-        };
+        let sampled =
+            |t: &Timeline| t.loss_mask.iter().zip(&t.policy_versions).filter(|(m, _)| **m).map(|(_, v)| *v).min();
         self.rollout.timelines.iter().filter_map(sampled).min()
     }
 }
@@ -284,9 +283,10 @@ impl Rollout {
             }
         }
         for (i, turn) in self.turns.iter().enumerate() {
-            let fits = self.timelines.get(turn.timeline as usize).is_some_and(|t| {
-                u64::from(turn.prompt_len) + u64::from(turn.completion_len) <= t.tokens.len() as u64
-            });
+            let fits = self
+                .timelines
+                .get(turn.timeline as usize)
+                .is_some_and(|t| u64::from(turn.prompt_len) + u64::from(turn.completion_len) <= t.tokens.len() as u64);
             if !fits {
                 return Err(self.field(format!("turns[{i}]"), "a span inside its timeline", turn.timeline));
             }

@@ -61,10 +61,7 @@ pub enum TaskSetError {
 ///
 /// # Errors
 /// [`TaskSetError`] for the first line that is wrong.
-pub fn read_task_set(
-    bytes: &[u8],
-    id_of: impl Fn(&str) -> Result<String, String>,
-) -> Result<Vec<Task>, TaskSetError> {
+pub fn read_task_set(bytes: &[u8], id_of: impl Fn(&str) -> Result<String, String>) -> Result<Vec<Task>, TaskSetError> {
     let mut tasks = Vec::new();
     let mut seen = std::collections::BTreeMap::new();
     for (i, raw) in bytes.split(|b| *b == b'\n').enumerate() {

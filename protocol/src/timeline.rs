@@ -382,7 +382,6 @@ impl TimelineTree {
     }
 }
 
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -594,7 +593,8 @@ mod tests {
         };
         let question = message("user", "q");
         world.call(&[question.clone()], &call("{\"x\":1}"));
-        let edited = world.call(&[question.clone(), call("{\"x\":2}"), message("tool", "2")], &message("assistant", "a"));
+        let edited =
+            world.call(&[question.clone(), call("{\"x\":2}"), message("tool", "2")], &message("assistant", "a"));
         assert_eq!(edited.fork_cause.as_deref(), Some("history edited at message 1"));
         let same = world.call(&[question, call("{\"x\":1}"), message("tool", "2")], &message("assistant", "a"));
         assert_eq!((same.known_messages, same.fork_cause), (2, None));

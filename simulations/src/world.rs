@@ -235,7 +235,10 @@ impl World {
                 check(&self).map_err(|v| format!("seed {}, event {events}: {name}: {v}", self.seed))?;
             }
             if events > EVENTS_MAX {
-                return Err(format!("seed {}: not live: step {} of {}", self.seed, self.state.version, self.spec.steps));
+                return Err(format!(
+                    "seed {}: not live: step {} of {}",
+                    self.seed, self.state.version, self.spec.steps
+                ));
             }
         }
         Ok(Outcome { events, steps: self.state.version.0, terms: self.term.0, trace: self.trace.hash() })

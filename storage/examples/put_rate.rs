@@ -15,9 +15,7 @@ const VALUE_BYTES: usize = 2048;
 const DURATION: Duration = Duration::from_secs(3);
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let parent = std::env::args()
-        .nth(1)
-        .map_or_else(std::env::temp_dir, Into::into);
+    let parent = std::env::args().nth(1).map_or_else(std::env::temp_dir, Into::into);
     let dir = tempfile::tempdir_in(parent)?;
     for durability in [Durability::Synced, Durability::Buffered] {
         for threads in [1, 16] {
@@ -32,11 +30,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-fn measure(
-    store: &SharedStore,
-    threads: u64,
-    durability: Durability,
-) -> Result<(f64, Duration), StoreError> {
+fn measure(store: &SharedStore, threads: u64, durability: Durability) -> Result<(f64, Duration), StoreError> {
     let puts = AtomicU64::new(0);
     let started = Instant::now();
     let slowest = std::thread::scope(|scope| {
@@ -50,11 +44,7 @@ fn measure(
                         n += 1;
                         let bytes = noise(n, VALUE_BYTES);
                         let before = Instant::now();
-                        put_rollouts(
-                            store,
-                            &[(RolloutId::of(&bytes), &bytes, JobId([1; 16]))],
-                            durability,
-                        )?;
+                        put_rollouts(store, &[(RolloutId::of(&bytes), &bytes, JobId([1; 16]))], durability)?;
                         slowest = slowest.max(before.elapsed());
                         puts.fetch_add(1, Ordering::Relaxed);
                     }
@@ -62,10 +52,7 @@ fn measure(
                 })
             })
             .collect();
-        let times = workers.into_iter().map(|w| {
-            w.join()
-                .unwrap_or_else(|cause| std::panic::resume_unwind(cause))
-        });
+        let times = workers.into_iter().map(|w| w.join().unwrap_or_else(|cause| std::panic::resume_unwind(cause)));
         times.collect::<Result<Vec<_>, StoreError>>()
     })?;
     #[expect(clippy::cast_precision_loss, reason = "a rate for people")]

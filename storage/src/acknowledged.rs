@@ -40,14 +40,7 @@ pub fn record_acknowledged(
 ) -> Result<(), StoreError> {
     let mut batch = Batch::new();
     for a in rollouts {
-        batch.put(
-            Family::Acknowledged,
-            a.id.0,
-            encode(&Row {
-                job: a.job,
-                holders: a.holders.clone(),
-            }),
-        );
+        batch.put(Family::Acknowledged, a.id.0, encode(&Row { job: a.job, holders: a.holders.clone() }));
     }
     store.write(batch, durability)
 }
@@ -67,16 +60,11 @@ pub fn acknowledged(
         .into_iter()
         .map(|(key, value)| {
             let corrupt = |reason: String| StoreError::corrupt(Family::Acknowledged, &key, reason);
-            let id = hash_at_end(&key)
-                .filter(|_| key.len() == 32)
-                .ok_or_else(|| corrupt("not a rollout id".to_owned()))?;
-            let row: Row = decode("acknowledged rollout", &value, RECORD_LEN_BYTES_MAX)
-                .map_err(|e| corrupt(e.to_string()))?;
-            Ok(Acknowledged {
-                id,
-                job: row.job,
-                holders: row.holders,
-            })
+            let id =
+                hash_at_end(&key).filter(|_| key.len() == 32).ok_or_else(|| corrupt("not a rollout id".to_owned()))?;
+            let row: Row =
+                decode("acknowledged rollout", &value, RECORD_LEN_BYTES_MAX).map_err(|e| corrupt(e.to_string()))?;
+            Ok(Acknowledged { id, job: row.job, holders: row.holders })
         })
         .collect()
 }

@@ -88,9 +88,7 @@ pub fn audit(
             held.insert(id);
         })?;
         hash_all(at, store, Family::Blobs, &mut report.corrupt, |_| {})?;
-        for (model, step) in
-            tolerate(at, all_steps(store), &mut report.corrupt)?.unwrap_or_default()
-        {
+        for (model, step) in tolerate(at, all_steps(store), &mut report.corrupt)?.unwrap_or_default() {
             let variants = steps.entry((model, step.version)).or_default();
             if !variants.contains(&step) {
                 variants.push(step);
@@ -109,17 +107,11 @@ pub fn audit(
     Ok(report)
 }
 
-fn audit_steps(
-    steps: &BTreeMap<(ModelName, PolicyVersion), Vec<StepCommitted>>,
-    report: &mut AuditReport,
-) {
+fn audit_steps(steps: &BTreeMap<(ModelName, PolicyVersion), Vec<StepCommitted>>, report: &mut AuditReport) {
     let mut uses: BTreeMap<RolloutId, Vec<(ModelName, PolicyVersion)>> = BTreeMap::new();
     for ((model, version), variants) in steps {
         if variants.len() > 1 {
-            report.forked_versions.push(ForkedVersion {
-                model: model.clone(),
-                version: *version,
-            });
+            report.forked_versions.push(ForkedVersion { model: model.clone(), version: *version });
         }
         // Variants of one step may well agree on a rollout: the most uses in any of them count.
         let mut most: BTreeMap<RolloutId, usize> = BTreeMap::new();
@@ -139,10 +131,7 @@ fn audit_steps(
         }
     }
     report.consumed = uses.len();
-    report.consumed_twice = uses
-        .into_iter()
-        .filter(|(_, versions)| versions.len() > 1)
-        .collect();
+    report.consumed_twice = uses.into_iter().filter(|(_, versions)| versions.len() > 1).collect();
 }
 
 /// A scan that ended at a corrupt block may have missed a good copy behind it.
@@ -166,8 +155,7 @@ fn hash_all(
 ) -> Result<(), StoreError> {
     let mut from = Vec::new();
     loop {
-        let page =
-            tolerate(at, store.scan(family, &from, None, PAGE), corrupt)?.unwrap_or_default();
+        let page = tolerate(at, store.scan(family, &from, None, PAGE), corrupt)?.unwrap_or_default();
         let Some((last, _)) = page.last() else {
             return Ok(());
         };
@@ -177,15 +165,9 @@ fn hash_all(
             if key == got.0 {
                 intact(got);
             } else {
-                let expected =
-                    hash_at_end(&key).map_or_else(|| "not a hash".to_owned(), |h| h.to_string());
+                let expected = hash_at_end(&key).map_or_else(|| "not a hash".to_owned(), |h| h.to_string());
                 let reason = format!("{} bytes with hash {got}, key {expected}", value.len());
-                corrupt.push(CorruptValue {
-                    store: at,
-                    family,
-                    key: hex(&key),
-                    reason,
-                });
+                corrupt.push(CorruptValue { store: at, family, key: hex(&key), reason });
             }
         }
     }
@@ -199,17 +181,8 @@ fn tolerate<T>(
 ) -> Result<Option<T>, StoreError> {
     match result {
         Ok(value) => Ok(Some(value)),
-        Err(StoreError::Corrupt {
-            family,
-            key,
-            reason,
-        }) => {
-            corrupt.push(CorruptValue {
-                store: at,
-                family,
-                key,
-                reason,
-            });
+        Err(StoreError::Corrupt { family, key, reason }) => {
+            corrupt.push(CorruptValue { store: at, family, key, reason });
             Ok(None)
         }
         Err(e) => Err(e),

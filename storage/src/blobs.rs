@@ -14,11 +14,7 @@ const CHUNKS_PER_WRITE: usize = 4;
 ///
 /// # Errors
 /// As [`Store::write`]; the blob may be put again.
-pub fn put_blob(
-    store: &dyn Store,
-    bytes: &[u8],
-    durability: Durability,
-) -> Result<Hash, StoreError> {
+pub fn put_blob(store: &dyn Store, bytes: &[u8], durability: Durability) -> Result<Hash, StoreError> {
     let hash = Hash::of(bytes);
     let mut batch = Batch::new();
     put_if_new(store, &mut batch, Family::Blobs, hash, bytes)?;
@@ -49,11 +45,7 @@ pub fn has_blob(store: &dyn Store, hash: Hash) -> Result<bool, StoreError> {
 /// As [`Store::write`]; some chunks may be stored, the call may be repeated.
 pub fn put_manifest_bytes(store: &dyn Store, bytes: &[u8]) -> Result<Manifest, StoreError> {
     let manifest = Manifest::of(bytes);
-    let mut todo = manifest
-        .chunks
-        .iter()
-        .zip(Manifest::chunks_of(bytes))
-        .peekable();
+    let mut todo = manifest.chunks.iter().zip(Manifest::chunks_of(bytes)).peekable();
     let mut batch = Batch::new();
     while let Some((hash, chunk)) = todo.next() {
         put_if_new(store, &mut batch, Family::Blobs, *hash, chunk)?;
@@ -71,10 +63,7 @@ pub fn put_manifest_bytes(store: &dyn Store, bytes: &[u8]) -> Result<Manifest, S
 /// # Errors
 /// [`StoreError::Corrupt`] for a chunk, [`StoreError::Manifest`] when the manifest contradicts itself; else as
 /// [`Store::get`].
-pub fn read_manifest(
-    store: &dyn Store,
-    manifest: &Manifest,
-) -> Result<Option<Vec<u8>>, StoreError> {
+pub fn read_manifest(store: &dyn Store, manifest: &Manifest) -> Result<Option<Vec<u8>>, StoreError> {
     manifest.check()?;
     // Not reserved ahead: a length that no chunks back must not allocate.
     let mut bytes = Vec::new();
@@ -87,12 +76,7 @@ pub fn read_manifest(
     let got = Hash::of(&bytes);
     if got != manifest.hash {
         let (len_bytes, expected) = (bytes.len(), manifest.hash);
-        return Err(ManifestError::WrongHash {
-            len_bytes,
-            expected,
-            got,
-        }
-        .into());
+        return Err(ManifestError::WrongHash { len_bytes, expected, got }.into());
     }
     Ok(Some(bytes))
 }
@@ -116,10 +100,7 @@ pub fn missing_chunks(store: &dyn Store, manifest: &Manifest) -> Result<Vec<Hash
 ///
 /// # Errors
 /// As [`Store::write`]; then none is forgotten.
-pub fn delete_blobs(
-    store: &dyn Store,
-    hashes: impl IntoIterator<Item = Hash>,
-) -> Result<(), StoreError> {
+pub fn delete_blobs(store: &dyn Store, hashes: impl IntoIterator<Item = Hash>) -> Result<(), StoreError> {
     let mut batch = Batch::new();
     for hash in hashes {
         batch.delete(Family::Blobs, hash.0);
@@ -147,11 +128,7 @@ pub(crate) fn put_if_new(
 }
 
 /// Reads a value stored under its hash and checks it.
-pub(crate) fn get_checked(
-    store: &dyn Store,
-    family: Family,
-    hash: Hash,
-) -> Result<Option<Vec<u8>>, StoreError> {
+pub(crate) fn get_checked(store: &dyn Store, family: Family, hash: Hash) -> Result<Option<Vec<u8>>, StoreError> {
     let Some(bytes) = store.get(family, &hash.0)? else {
         return Ok(None);
     };
@@ -159,10 +136,6 @@ pub(crate) fn get_checked(
     if got == hash {
         Ok(Some(bytes))
     } else {
-        Err(StoreError::corrupt(
-            family,
-            &hash.0,
-            format!("{} bytes with hash {got}", bytes.len()),
-        ))
+        Err(StoreError::corrupt(family, &hash.0, format!("{} bytes with hash {got}", bytes.len())))
     }
 }

@@ -8,11 +8,7 @@ use starling_protocol::{PolicyVersion, RolloutId};
 const PAGE: usize = 1024;
 
 /// Adds to `batch` that the step to `version` consumed `ids`.
-pub fn mark_consumed(
-    batch: &mut Batch,
-    ids: impl IntoIterator<Item = RolloutId>,
-    version: PolicyVersion,
-) {
+pub fn mark_consumed(batch: &mut Batch, ids: impl IntoIterator<Item = RolloutId>, version: PolicyVersion) {
     for id in ids {
         batch.put(Family::Consumed, id.0, version.0.to_be_bytes());
     }

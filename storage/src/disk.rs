@@ -15,11 +15,7 @@ pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
         return Err(io::Error::last_os_error());
     }
     // The field widths differ between platforms.
-    #[allow(
-        clippy::useless_conversion,
-        clippy::unnecessary_cast,
-        reason = "not u64 everywhere"
-    )]
+    #[allow(clippy::useless_conversion, clippy::unnecessary_cast, reason = "not u64 everywhere")]
     Ok((stat.f_bavail as u64).saturating_mul(stat.f_frsize as u64))
 }
 

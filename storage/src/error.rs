@@ -138,17 +138,10 @@ impl StoreError {
     /// Whether the same call may succeed later without repair of the store.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
-        matches!(
-            self,
-            Self::Locked { .. } | Self::DiskFull { .. } | Self::Database { .. } | Self::Io { .. }
-        )
+        matches!(self, Self::Locked { .. } | Self::DiskFull { .. } | Self::Database { .. } | Self::Io { .. })
     }
 
     pub(crate) fn corrupt(family: Family, key: &[u8], reason: impl Into<String>) -> Self {
-        Self::Corrupt {
-            family,
-            key: crate::schema::hex(key),
-            reason: reason.into(),
-        }
+        Self::Corrupt { family, key: crate::schema::hex(key), reason: reason.into() }
     }
 }

@@ -95,31 +95,18 @@ impl Inner {
             match op {
                 Op::Put(family, key, value) => {
                     let old = self.set(family, key.clone(), Some(value));
-                    undo.push(Before {
-                        family,
-                        key,
-                        value: old,
-                    });
+                    undo.push(Before { family, key, value: old });
                 }
                 Op::Delete(family, key) => {
                     let old = self.set(family, key.clone(), None);
-                    undo.push(Before {
-                        family,
-                        key,
-                        value: old,
-                    });
+                    undo.push(Before { family, key, value: old });
                 }
                 Op::DeleteRange(family, from, to) => {
                     let table = self.tables.entry(family).or_default();
-                    let keys: Vec<Vec<u8>> =
-                        table.range(from..to).map(|(k, _)| k.clone()).collect();
+                    let keys: Vec<Vec<u8>> = table.range(from..to).map(|(k, _)| k.clone()).collect();
                     for key in keys {
                         let old = self.set(family, key.clone(), None);
-                        undo.push(Before {
-                            family,
-                            key,
-                            value: old,
-                        });
+                        undo.push(Before { family, key, value: old });
                     }
                 }
             }
@@ -130,12 +117,7 @@ impl Inner {
 
 impl Store for MemoryStore {
     fn get(&self, family: Family, key: &[u8]) -> Result<Option<Vec<u8>>, StoreError> {
-        Ok(self
-            .lock()
-            .tables
-            .get(&family)
-            .and_then(|t| t.get(key))
-            .cloned())
+        Ok(self.lock().tables.get(&family).and_then(|t| t.get(key)).cloned())
     }
 
     fn write(&self, batch: Batch, durability: Durability) -> Result<(), StoreError> {
@@ -145,11 +127,7 @@ impl Store for MemoryStore {
             && inner.used_bytes + batch.put_bytes() > capacity
         {
             let free_bytes = capacity.saturating_sub(inner.used_bytes);
-            return Err(StoreError::DiskFull {
-                path: "memory".into(),
-                free_bytes,
-                reserve_bytes: 0,
-            });
+            return Err(StoreError::DiskFull { path: "memory".into(), free_bytes, reserve_bytes: 0 });
         }
         let undo = inner.apply(batch);
         match durability {
@@ -159,13 +137,7 @@ impl Store for MemoryStore {
         Ok(())
     }
 
-    fn scan(
-        &self,
-        family: Family,
-        from: &[u8],
-        to: Option<&[u8]>,
-        limit: usize,
-    ) -> Result<Vec<KeyValue>, StoreError> {
+    fn scan(&self, family: Family, from: &[u8], to: Option<&[u8]>, limit: usize) -> Result<Vec<KeyValue>, StoreError> {
         if to.is_some_and(|to| to <= from) {
             return Ok(Vec::new());
         }
@@ -175,10 +147,7 @@ impl Store for MemoryStore {
             return Ok(Vec::new());
         };
         let pairs = table.range::<[u8], _>((Bound::Included(from), upper));
-        Ok(pairs
-            .take(limit)
-            .map(|(k, v)| (k.clone(), v.clone()))
-            .collect())
+        Ok(pairs.take(limit).map(|(k, v)| (k.clone(), v.clone())).collect())
     }
 
     fn last_key_before(&self, family: Family, end: &[u8]) -> Result<Option<KeyValue>, StoreError> {
@@ -187,10 +156,7 @@ impl Store for MemoryStore {
             return Ok(None);
         };
         let below = (Bound::Unbounded, Bound::Excluded(end));
-        Ok(table
-            .range::<[u8], _>(below)
-            .next_back()
-            .map(|(k, v)| (k.clone(), v.clone())))
+        Ok(table.range::<[u8], _>(below).next_back().map(|(k, v)| (k.clone(), v.clone())))
     }
 
     fn size_bytes(&self) -> Result<u64, StoreError> {

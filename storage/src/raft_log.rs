@@ -22,13 +22,7 @@ pub enum RaftMeta {
 
 impl RaftMeta {
     /// All of them.
-    pub const ALL: [Self; 5] = [
-        Self::Vote,
-        Self::Committed,
-        Self::LastPurged,
-        Self::AppliedState,
-        Self::Snapshot,
-    ];
+    pub const ALL: [Self; 5] = [Self::Vote, Self::Committed, Self::LastPurged, Self::AppliedState, Self::Snapshot];
 
     /// Its name in the key.
     #[must_use]
@@ -74,28 +68,16 @@ impl RaftLog {
     /// # Errors
     /// [`StoreError::LogGap`] when the indices do not follow each other; else as [`Store::write`]. Nothing is
     /// appended then.
-    pub fn append(
-        &self,
-        entries: &[(u64, Vec<u8>)],
-        durability: Durability,
-    ) -> Result<(), StoreError> {
+    pub fn append(&self, entries: &[(u64, Vec<u8>)], durability: Durability) -> Result<(), StoreError> {
         for pair in entries.windows(2) {
             let (before, got) = (pair[0].0, pair[1].0);
             if before.checked_add(1) != Some(got) {
-                return Err(StoreError::LogGap {
-                    before,
-                    expected: before.saturating_add(1),
-                    got,
-                });
+                return Err(StoreError::LogGap { before, expected: before.saturating_add(1), got });
             }
         }
         let mut batch = Batch::new();
         for (index, entry) in entries {
-            batch.put(
-                Family::RaftLog,
-                log_key(&self.group, *index),
-                entry.as_slice(),
-            );
+            batch.put(Family::RaftLog, log_key(&self.group, *index), entry.as_slice());
         }
         self.store.write(batch, durability)
     }
@@ -104,18 +86,9 @@ impl RaftLog {
     ///
     /// # Errors
     /// As [`Store::get`].
-    pub fn read(
-        &self,
-        from: u64,
-        to: u64,
-        limit: usize,
-    ) -> Result<Vec<(u64, Vec<u8>)>, StoreError> {
+    pub fn read(&self, from: u64, to: u64, limit: usize) -> Result<Vec<(u64, Vec<u8>)>, StoreError> {
         let (from, to) = (log_key(&self.group, from), log_key(&self.group, to));
-        self.store
-            .scan(Family::RaftLog, &from, Some(&to), limit)?
-            .into_iter()
-            .map(indexed)
-            .collect()
+        self.store.scan(Family::RaftLog, &from, Some(&to), limit)?.into_iter().map(indexed).collect()
     }
 
     /// The entry with the smallest index.
@@ -124,9 +97,7 @@ impl RaftLog {
     /// As [`Store::get`].
     pub fn first(&self) -> Result<Option<(u64, Vec<u8>)>, StoreError> {
         let from = log_key(&self.group, 0);
-        let first = self
-            .store
-            .scan(Family::RaftLog, &from, Some(&self.end()), 1)?;
+        let first = self.store.scan(Family::RaftLog, &from, Some(&self.end()), 1)?;
         first.into_iter().next().map(indexed).transpose()
     }
 
@@ -137,9 +108,7 @@ impl RaftLog {
     pub fn last(&self) -> Result<Option<(u64, Vec<u8>)>, StoreError> {
         let prefix = model_prefix(&self.group);
         let last = self.store.last_key_before(Family::RaftLog, &self.end())?;
-        last.filter(|(key, _)| key.starts_with(&prefix))
-            .map(indexed)
-            .transpose()
+        last.filter(|(key, _)| key.starts_with(&prefix)).map(indexed).transpose()
     }
 
     /// Removes the entries from `index` on, `index` included.
@@ -156,15 +125,8 @@ impl RaftLog {
     ///
     /// # Errors
     /// As [`Store::write`].
-    pub fn purge_to(
-        &self,
-        index: u64,
-        last_purged: &[u8],
-        durability: Durability,
-    ) -> Result<(), StoreError> {
-        let end = index
-            .checked_add(1)
-            .map_or_else(|| self.end(), |next| log_key(&self.group, next));
+    pub fn purge_to(&self, index: u64, last_purged: &[u8], durability: Durability) -> Result<(), StoreError> {
+        let end = index.checked_add(1).map_or_else(|| self.end(), |next| log_key(&self.group, next));
         let mut batch = Batch::new();
         batch.delete_range(Family::RaftLog, log_key(&self.group, 0), end);
         self.put_meta_in(&mut batch, RaftMeta::LastPurged, last_purged);
@@ -176,20 +138,14 @@ impl RaftLog {
     /// # Errors
     /// As [`Store::get`].
     pub fn meta(&self, name: RaftMeta) -> Result<Option<Vec<u8>>, StoreError> {
-        self.store
-            .get(Family::RaftMeta, &raft_meta_key(&self.group, name.name()))
+        self.store.get(Family::RaftMeta, &raft_meta_key(&self.group, name.name()))
     }
 
     /// Sets metadata.
     ///
     /// # Errors
     /// As [`Store::write`].
-    pub fn put_meta(
-        &self,
-        name: RaftMeta,
-        bytes: &[u8],
-        durability: Durability,
-    ) -> Result<(), StoreError> {
+    pub fn put_meta(&self, name: RaftMeta, bytes: &[u8], durability: Durability) -> Result<(), StoreError> {
         let mut batch = Batch::new();
         self.put_meta_in(&mut batch, name, bytes);
         self.store.write(batch, durability)
@@ -198,11 +154,7 @@ impl RaftLog {
     /// Adds metadata to a batch, so that it changes together with what else is in there: applied state with
     /// the consumed set and the step.
     pub fn put_meta_in(&self, batch: &mut Batch, name: RaftMeta, bytes: &[u8]) {
-        batch.put(
-            Family::RaftMeta,
-            raft_meta_key(&self.group, name.name()),
-            bytes,
-        );
+        batch.put(Family::RaftMeta, raft_meta_key(&self.group, name.name()), bytes);
     }
 
     /// Removes log and metadata of the group, as a node does that left it for good.
@@ -232,8 +184,7 @@ pub fn groups(store: &dyn Store) -> Result<Vec<ModelName>, StoreError> {
     for family in [Family::RaftMeta, Family::RaftLog] {
         let mut from = Vec::new();
         while let Some((key, _)) = store.scan(family, &from, None, 1)?.pop() {
-            let group =
-                group_of(&key).ok_or_else(|| StoreError::corrupt(family, &key, "no group"))?;
+            let group = group_of(&key).ok_or_else(|| StoreError::corrupt(family, &key, "no group"))?;
             let Some(next) = prefix_end(&model_prefix(&group)) else {
                 break;
             };
@@ -253,10 +204,6 @@ fn group_of(key: &[u8]) -> Option<ModelName> {
 fn indexed((key, value): KeyValue) -> Result<(u64, Vec<u8>), StoreError> {
     match split_numbered_key(&key) {
         Some((_, index)) => Ok((index, value)),
-        None => Err(StoreError::corrupt(
-            Family::RaftLog,
-            &key,
-            "not a group and an index",
-        )),
+        None => Err(StoreError::corrupt(Family::RaftLog, &key, "not a group and an index")),
     }
 }

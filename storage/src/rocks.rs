@@ -9,8 +9,8 @@ use crate::error::StoreError;
 use crate::schema::{FORMAT_KEY, FORMAT_VERSION};
 use crate::store::{Batch, Durability, Family, KeyValue, Op, Store};
 use rocksdb::{
-    BlockBasedOptions, Cache, ColumnFamily, ColumnFamilyDescriptor, DB, DBCompressionType,
-    ErrorKind, FlushOptions, LogLevel, Options, ReadOptions, WriteBatch, WriteOptions,
+    BlockBasedOptions, Cache, ColumnFamily, ColumnFamilyDescriptor, DB, DBCompressionType, ErrorKind, FlushOptions,
+    LogLevel, Options, ReadOptions, WriteBatch, WriteOptions,
 };
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -65,10 +65,7 @@ pub struct RocksStore {
 
 impl fmt::Debug for RocksStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RocksStore")
-            .field("path", &self.path)
-            .field("read_only", &self.read_only)
-            .finish()
+        f.debug_struct("RocksStore").field("path", &self.path).field("read_only", &self.read_only).finish()
     }
 }
 
@@ -88,12 +85,7 @@ impl RocksStore {
         check_families(&path)?;
         let db = DB::open_cf_descriptors(&db_options(options), &path, descriptors(options))
             .map_err(|e| open_error(&path, e))?;
-        let store = Self {
-            db,
-            path,
-            read_only: false,
-            disk_reserve_bytes: options.disk_reserve_bytes,
-        };
+        let store = Self { db, path, read_only: false, disk_reserve_bytes: options.disk_reserve_bytes };
         store.check_or_write_format()?;
         tracing::debug!(path = %store.path.display(), "store opened");
         Ok(store)
@@ -114,15 +106,9 @@ impl RocksStore {
         let mut db_options = db_options(&options);
         db_options.create_if_missing(false);
         db_options.create_missing_column_families(false);
-        let db =
-            DB::open_cf_descriptors_read_only(&db_options, &path, descriptors(&options), false)
-                .map_err(|e| open_error(&path, e))?;
-        let store = Self {
-            db,
-            path,
-            read_only: true,
-            disk_reserve_bytes: 0,
-        };
+        let db = DB::open_cf_descriptors_read_only(&db_options, &path, descriptors(&options), false)
+            .map_err(|e| open_error(&path, e))?;
+        let store = Self { db, path, read_only: true, disk_reserve_bytes: 0 };
         store.check_or_write_format()?;
         Ok(store)
     }
@@ -134,21 +120,11 @@ impl RocksStore {
     }
 
     fn check_or_write_format(&self) -> Result<(), StoreError> {
-        let format = |got| StoreError::Format {
-            path: self.path.clone(),
-            expected: FORMAT_VERSION,
-            got,
-        };
+        let format = |got| StoreError::Format { path: self.path.clone(), expected: FORMAT_VERSION, got };
         match self.get(Family::Meta, FORMAT_KEY)? {
             Some(bytes) => {
-                let got = <[u8; 4]>::try_from(bytes.as_slice())
-                    .map(u32::from_be_bytes)
-                    .unwrap_or(0);
-                if got == FORMAT_VERSION {
-                    Ok(())
-                } else {
-                    Err(format(got))
-                }
+                let got = <[u8; 4]>::try_from(bytes.as_slice()).map(u32::from_be_bytes).unwrap_or(0);
+                if got == FORMAT_VERSION { Ok(()) } else { Err(format(got)) }
             }
             None => {
                 // The version is the first thing written, so without it there is nothing else.
@@ -168,30 +144,15 @@ impl RocksStore {
     }
 
     fn family(&self, family: Family) -> &ColumnFamily {
-        #[expect(
-            clippy::expect_used,
-            reason = "open creates every family and nothing drops one"
-        )]
-        self.db
-            .cf_handle(family.name())
-            .expect("all families are open")
+        #[expect(clippy::expect_used, reason = "open creates every family and nothing drops one")]
+        self.db.cf_handle(family.name()).expect("all families are open")
     }
 
-    fn read_error(
-        &self,
-        operation: &'static str,
-        family: Family,
-        key: &[u8],
-        e: rocksdb::Error,
-    ) -> StoreError {
+    fn read_error(&self, operation: &'static str, family: Family, key: &[u8], e: rocksdb::Error) -> StoreError {
         if e.kind() == ErrorKind::Corruption {
             return StoreError::corrupt(family, key, e.into_string());
         }
-        StoreError::Database {
-            operation,
-            path: self.path.clone(),
-            source: e,
-        }
+        StoreError::Database { operation, path: self.path.clone(), source: e }
     }
 
     fn write_error(&self, operation: &'static str, e: rocksdb::Error) -> StoreError {
@@ -203,16 +164,9 @@ impl RocksStore {
             };
         }
         if e.to_string().contains("Writer has previous error") {
-            return StoreError::NeedsReopen {
-                path: self.path.clone(),
-                source: e,
-            };
+            return StoreError::NeedsReopen { path: self.path.clone(), source: e };
         }
-        StoreError::Database {
-            operation,
-            path: self.path.clone(),
-            source: e,
-        }
+        StoreError::Database { operation, path: self.path.clone(), source: e }
     }
 
     /// Refuses what would eat into the reserve. A `statvfs` costs a microsecond, a sync a thousand.
@@ -226,18 +180,10 @@ impl RocksStore {
             path: self.path.clone(),
             source,
         })?;
-        let reserve_bytes = if batch.puts_bulk() {
-            self.disk_reserve_bytes
-        } else {
-            self.disk_reserve_bytes / 4
-        };
+        let reserve_bytes = if batch.puts_bulk() { self.disk_reserve_bytes } else { self.disk_reserve_bytes / 4 };
         // Twice: once in the log, once in a file.
         if free_bytes.saturating_sub(2 * put_bytes) < reserve_bytes {
-            return Err(StoreError::DiskFull {
-                path: self.path.clone(),
-                free_bytes,
-                reserve_bytes,
-            });
+            return Err(StoreError::DiskFull { path: self.path.clone(), free_bytes, reserve_bytes });
         }
         Ok(())
     }
@@ -251,10 +197,7 @@ fn check_families(path: &Path) -> Result<bool, StoreError> {
     let names = DB::list_cf(&Options::default(), path).map_err(|e| open_error(path, e))?;
     let known = |name: &str| name == "default" || Family::ALL.iter().any(|f| f.name() == name);
     match names.into_iter().find(|name| !known(name)) {
-        Some(name) => Err(StoreError::UnknownFamily {
-            path: path.to_path_buf(),
-            name,
-        }),
+        Some(name) => Err(StoreError::UnknownFamily { path: path.to_path_buf(), name }),
         None => Ok(true),
     }
 }
@@ -267,22 +210,11 @@ fn open_error(path: &Path, e: rocksdb::Error) -> StoreError {
     if locked {
         StoreError::Locked { path }
     } else if is_no_space(&e) {
-        StoreError::DiskFull {
-            free_bytes: disk::free_bytes(&path).unwrap_or(0),
-            path,
-            reserve_bytes: 0,
-        }
-    } else if matches!(
-        e.kind(),
-        ErrorKind::Corruption | ErrorKind::InvalidArgument | ErrorKind::NotFound
-    ) {
+        StoreError::DiskFull { free_bytes: disk::free_bytes(&path).unwrap_or(0), path, reserve_bytes: 0 }
+    } else if matches!(e.kind(), ErrorKind::Corruption | ErrorKind::InvalidArgument | ErrorKind::NotFound) {
         StoreError::Damaged { path, source: e }
     } else {
-        StoreError::Database {
-            operation: "open",
-            path,
-            source: e,
-        }
+        StoreError::Database { operation: "open", path, source: e }
     }
 }
 
@@ -359,23 +291,16 @@ fn family_options(family: Family, options: &RocksOptions, cache: &Cache) -> Opti
 
 impl Store for RocksStore {
     fn get(&self, family: Family, key: &[u8]) -> Result<Option<Vec<u8>>, StoreError> {
-        self.db
-            .get_cf(self.family(family), key)
-            .map_err(|e| self.read_error("get", family, key, e))
+        self.db.get_cf(self.family(family), key).map_err(|e| self.read_error("get", family, key, e))
     }
 
     fn write(&self, batch: Batch, durability: Durability) -> Result<(), StoreError> {
         if self.read_only {
-            return Err(StoreError::ReadOnly {
-                path: self.path.clone(),
-            });
+            return Err(StoreError::ReadOnly { path: self.path.clone() });
         }
         if batch.is_empty() {
             return match durability {
-                Durability::Synced => self
-                    .db
-                    .flush_wal(true)
-                    .map_err(|e| self.write_error("sync", e)),
+                Durability::Synced => self.db.flush_wal(true).map_err(|e| self.write_error("sync", e)),
                 Durability::Buffered => Ok(()),
             };
         }
@@ -385,26 +310,16 @@ impl Store for RocksStore {
             match op {
                 Op::Put(family, key, value) => rocks_batch.put_cf(self.family(*family), key, value),
                 Op::Delete(family, key) => rocks_batch.delete_cf(self.family(*family), key),
-                Op::DeleteRange(family, from, to) => {
-                    rocks_batch.delete_range_cf(self.family(*family), from, to)
-                }
+                Op::DeleteRange(family, from, to) => rocks_batch.delete_range_cf(self.family(*family), from, to),
             }
         }
         drop(batch);
         let mut write_options = WriteOptions::default();
         write_options.set_sync(durability == Durability::Synced);
-        self.db
-            .write_opt(rocks_batch, &write_options)
-            .map_err(|e| self.write_error("write", e))
+        self.db.write_opt(rocks_batch, &write_options).map_err(|e| self.write_error("write", e))
     }
 
-    fn scan(
-        &self,
-        family: Family,
-        from: &[u8],
-        to: Option<&[u8]>,
-        limit: usize,
-    ) -> Result<Vec<KeyValue>, StoreError> {
+    fn scan(&self, family: Family, from: &[u8], to: Option<&[u8]>, limit: usize) -> Result<Vec<KeyValue>, StoreError> {
         let mut pairs = Vec::new();
         if limit == 0 || to.is_some_and(|to| to <= from) {
             return Ok(pairs);
@@ -413,9 +328,7 @@ impl Store for RocksStore {
         if let Some(to) = to {
             read_options.set_iterate_upper_bound(to);
         }
-        let mut iter = self
-            .db
-            .raw_iterator_cf_opt(self.family(family), read_options);
+        let mut iter = self.db.raw_iterator_cf_opt(self.family(family), read_options);
         iter.seek(from);
         while let Some((key, value)) = iter.item() {
             pairs.push((key.to_vec(), value.to_vec()));
@@ -425,23 +338,17 @@ impl Store for RocksStore {
             iter.next();
         }
         let reached = pairs.last().map_or(from, |(key, _)| key);
-        iter.status()
-            .map_err(|e| self.read_error("scan", family, reached, e))?;
+        iter.status().map_err(|e| self.read_error("scan", family, reached, e))?;
         Ok(pairs)
     }
 
     fn last_key_before(&self, family: Family, end: &[u8]) -> Result<Option<KeyValue>, StoreError> {
         let mut read_options = ReadOptions::default();
         read_options.set_iterate_upper_bound(end);
-        let mut iter = self
-            .db
-            .raw_iterator_cf_opt(self.family(family), read_options);
+        let mut iter = self.db.raw_iterator_cf_opt(self.family(family), read_options);
         iter.seek_to_last();
-        let pair = iter
-            .item()
-            .map(|(key, value)| (key.to_vec(), value.to_vec()));
-        iter.status()
-            .map_err(|e| self.read_error("find the last key", family, end, e))?;
+        let pair = iter.item().map(|(key, value)| (key.to_vec(), value.to_vec()));
+        iter.status().map_err(|e| self.read_error("find the last key", family, end, e))?;
         Ok(pair)
     }
 
@@ -455,18 +362,12 @@ impl Store for RocksStore {
 
     fn flush(&self) -> Result<(), StoreError> {
         if self.read_only {
-            return Err(StoreError::ReadOnly {
-                path: self.path.clone(),
-            });
+            return Err(StoreError::ReadOnly { path: self.path.clone() });
         }
-        self.db
-            .flush_wal(true)
-            .map_err(|e| self.write_error("sync", e))?;
+        self.db.flush_wal(true).map_err(|e| self.write_error("sync", e))?;
         let families: Vec<&ColumnFamily> = Family::ALL.iter().map(|f| self.family(*f)).collect();
         let mut flush_options = FlushOptions::default();
         flush_options.set_wait(true);
-        self.db
-            .flush_cfs_opt(&families, &flush_options)
-            .map_err(|e| self.write_error("flush", e))
+        self.db.flush_cfs_opt(&families, &flush_options).map_err(|e| self.write_error("flush", e))
     }
 }

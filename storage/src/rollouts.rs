@@ -28,13 +28,7 @@ pub fn put_rollouts(
         if got != *id {
             return Err(StoreError::WrongId { expected: *id, got });
         }
-        new += usize::from(put_if_new(
-            store,
-            &mut batch,
-            Family::Rollouts,
-            *id,
-            envelope,
-        )?);
+        new += usize::from(put_if_new(store, &mut batch, Family::Rollouts, *id, envelope)?);
         let key = job_rollout_key(*job, *id);
         if store.get(Family::RolloutsByJob, &key)?.is_none() {
             batch.put(Family::RolloutsByJob, key, []);
@@ -71,9 +65,7 @@ pub fn list_unconsumed(
     after: Option<RolloutId>,
     limit: usize,
 ) -> Result<Vec<RolloutId>, StoreError> {
-    list(store, job, after, limit, |id| {
-        Ok(is_consumed(store, id)?.is_none())
-    })
+    list(store, job, after, limit, |id| Ok(is_consumed(store, id)?.is_none()))
 }
 
 /// Rollouts of `job`, consumed or not: ascending, at most `limit`, after `after`.
@@ -123,11 +115,7 @@ fn list(
         let full = page.len() == PAGE;
         for (key, _) in page {
             let Some(id) = hash_at_end(&key).filter(|_| key.len() == 48) else {
-                return Err(StoreError::corrupt(
-                    Family::RolloutsByJob,
-                    &key,
-                    "not a job and a rollout",
-                ));
+                return Err(StoreError::corrupt(Family::RolloutsByJob, &key, "not a job and a rollout"));
             };
             if keep(id)? {
                 ids.push(id);

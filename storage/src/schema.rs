@@ -110,30 +110,19 @@ mod tests {
 
     #[test]
     fn golden_bytes() {
-        assert_eq!(
-            hex(&step_key(&model("m/1"), PolicyVersion(258))),
-            "036d2f310000000000000102"
-        );
+        assert_eq!(hex(&step_key(&model("m/1"), PolicyVersion(258))), "036d2f310000000000000102");
         assert_eq!(hex(&log_key(&model("m"), u64::MAX)), "016dffffffffffffffff");
         assert_eq!(hex(&raft_meta_key(&model("m"), "vote")), "016d766f7465");
         let key = job_rollout_key(JobId([0xaa; 16]), Hash([0xbb; 32]));
         assert_eq!(hex(&key), "aa".repeat(16) + &"bb".repeat(32));
         assert_eq!(hash_at_end(&key), Some(Hash([0xbb; 32])));
-        assert_eq!(
-            (FORMAT_VERSION, FORMAT_KEY),
-            (1, b"format_version".as_slice())
-        );
+        assert_eq!((FORMAT_VERSION, FORMAT_KEY), (1, b"format_version".as_slice()));
     }
 
     #[test]
     fn keys_sort_as_their_numbers() {
         let m = model("m");
-        for (a, b) in [
-            (0, 1),
-            (255, 256),
-            (65_535, 65_536),
-            (u64::MAX - 1, u64::MAX),
-        ] {
+        for (a, b) in [(0, 1), (255, 256), (65_535, 65_536), (u64::MAX - 1, u64::MAX)] {
             assert!(log_key(&m, a) < log_key(&m, b), "{a} {b}");
         }
     }
@@ -158,17 +147,8 @@ mod tests {
     #[test]
     fn a_numbered_key_splits_into_what_it_was_made_of() {
         let m = model("org/model-0.1_b");
-        assert_eq!(
-            split_numbered_key(&step_key(&m, PolicyVersion(7))),
-            Some((m, 7))
-        );
-        for bad in [
-            &b""[..],
-            b"\x05ab",
-            b"\x01a1234567",
-            b"\x01 12345678",
-            b"\x01a123456789",
-        ] {
+        assert_eq!(split_numbered_key(&step_key(&m, PolicyVersion(7))), Some((m, 7)));
+        for bad in [&b""[..], b"\x05ab", b"\x01a1234567", b"\x01 12345678", b"\x01a123456789"] {
             assert_eq!(split_numbered_key(bad), None, "{bad:?}");
         }
     }

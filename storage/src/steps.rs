@@ -20,11 +20,7 @@ pub fn put_step(batch: &mut Batch, model: &ModelName, step: &StepCommitted) {
 ///
 /// # Errors
 /// [`StoreError::Corrupt`] when it cannot be decoded; else as [`Store::get`].
-pub fn step(
-    store: &dyn Store,
-    model: &ModelName,
-    version: PolicyVersion,
-) -> Result<Option<StepCommitted>, StoreError> {
+pub fn step(store: &dyn Store, model: &ModelName, version: PolicyVersion) -> Result<Option<StepCommitted>, StoreError> {
     let key = step_key(model, version);
     let Some(value) = store.get(Family::Models, &key)? else {
         return Ok(None);
@@ -51,11 +47,8 @@ pub fn newest(store: &dyn Store, model: &ModelName) -> Result<Option<StepCommitt
     let prefix = model_prefix(model);
     // No prefix is all 0xff: a name is text.
     let end = prefix_end(&prefix).unwrap_or_default();
-    let last = store
-        .last_key_before(Family::Models, &end)?
-        .filter(|(key, _)| key.starts_with(&prefix));
-    last.map(|pair| decode_step(&pair).map(|(_, step)| step))
-        .transpose()
+    let last = store.last_key_before(Family::Models, &end)?.filter(|(key, _)| key.starts_with(&prefix));
+    last.map(|pair| decode_step(&pair).map(|(_, step)| step)).transpose()
 }
 
 /// All steps of all models in this store.
@@ -86,13 +79,8 @@ fn scan_steps(
 
 fn decode_step((key, value): &KeyValue) -> Result<(ModelName, StepCommitted), StoreError> {
     let corrupt = |reason: String| StoreError::corrupt(Family::Models, key, reason);
-    let (model, version) =
-        split_numbered_key(key).ok_or_else(|| corrupt("not a model and a version".to_owned()))?;
+    let (model, version) = split_numbered_key(key).ok_or_else(|| corrupt("not a model and a version".to_owned()))?;
     let step: StepCommitted =
         decode("committed step", value, STEP_LEN_BYTES_MAX).map_err(|e| corrupt(e.to_string()))?;
-    if step.version.0 == version {
-        Ok((model, step))
-    } else {
-        Err(corrupt(format!("step to {}", step.version)))
-    }
+    if step.version.0 == version { Ok((model, step)) } else { Err(corrupt(format!("step to {}", step.version))) }
 }

@@ -118,12 +118,7 @@ impl Batch {
         self.ops.push(Op::Delete(family, key.into()));
     }
     /// Removes the keys `from <= key < to`; none when `to <= from`.
-    pub fn delete_range(
-        &mut self,
-        family: Family,
-        from: impl Into<Vec<u8>>,
-        to: impl Into<Vec<u8>>,
-    ) {
+    pub fn delete_range(&mut self, family: Family, from: impl Into<Vec<u8>>, to: impl Into<Vec<u8>>) {
         let (from, to) = (from.into(), to.into());
         if from < to {
             self.ops.push(Op::DeleteRange(family, from, to));
@@ -153,9 +148,7 @@ impl Batch {
     }
     /// Whether it puts anything into a bulk family.
     pub(crate) fn puts_bulk(&self) -> bool {
-        self.ops
-            .iter()
-            .any(|op| matches!(op, Op::Put(f, ..) if f.is_bulk()))
+        self.ops.iter().any(|op| matches!(op, Op::Put(f, ..) if f.is_bulk()))
     }
 }
 
@@ -185,13 +178,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// As [`Store::get`].
-    fn scan(
-        &self,
-        family: Family,
-        from: &[u8],
-        to: Option<&[u8]>,
-        limit: usize,
-    ) -> Result<Vec<KeyValue>, StoreError>;
+    fn scan(&self, family: Family, from: &[u8], to: Option<&[u8]>, limit: usize) -> Result<Vec<KeyValue>, StoreError>;
 
     /// The pair with the greatest key below `end`.
     ///
@@ -223,13 +210,7 @@ impl<S: Store + ?Sized> Store for Arc<S> {
     fn write(&self, batch: Batch, durability: Durability) -> Result<(), StoreError> {
         (**self).write(batch, durability)
     }
-    fn scan(
-        &self,
-        family: Family,
-        from: &[u8],
-        to: Option<&[u8]>,
-        limit: usize,
-    ) -> Result<Vec<KeyValue>, StoreError> {
+    fn scan(&self, family: Family, from: &[u8], to: Option<&[u8]>, limit: usize) -> Result<Vec<KeyValue>, StoreError> {
         (**self).scan(family, from, to, limit)
     }
     fn last_key_before(&self, family: Family, end: &[u8]) -> Result<Option<KeyValue>, StoreError> {

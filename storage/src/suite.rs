@@ -2,20 +2,11 @@
 //!
 //! Each check takes an empty store and panics with the values at fault. `tests/contract.rs` runs all of them
 //! on both implementations; what only one can do (reopen, crash) is tested there and in `tests/crash.rs`.
-#![expect(
-    clippy::unwrap_used,
-    reason = "a failed check panics, here as in a test"
-)]
-#![allow(
-    missing_docs,
-    clippy::missing_panics_doc,
-    reason = "the names are the claims"
-)]
+#![expect(clippy::unwrap_used, reason = "a failed check panics, here as in a test")]
+#![allow(missing_docs, clippy::missing_panics_doc, reason = "the names are the claims")]
 
 use crate::acknowledged::{Acknowledged, acknowledged, all_acknowledged, record_acknowledged};
-use crate::blobs::{
-    delete_blobs, get_blob, has_blob, missing_chunks, put_blob, put_manifest_bytes, read_manifest,
-};
+use crate::blobs::{delete_blobs, get_blob, has_blob, missing_chunks, put_blob, put_manifest_bytes, read_manifest};
 use crate::consumed::{all_consumed, is_consumed, mark_consumed};
 use crate::raft_log::{RaftLog, RaftMeta, groups};
 use crate::rollouts::{count, get_rollout, has_rollout, list_all, list_unconsumed, put_rollouts};
@@ -24,9 +15,7 @@ use crate::store::{Batch, Durability, Family, SharedStore, Store};
 use crate::{StoreError, audit};
 use starling_protocol::control::{StepCommitted, StepMetrics};
 use starling_protocol::manifest::{CHUNK_LEN_BYTES, Manifest, ManifestError};
-use starling_protocol::{
-    Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term, Timestamp,
-};
+use starling_protocol::{Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term, Timestamp};
 
 use Durability::{Buffered, Synced};
 
@@ -36,74 +25,29 @@ pub type Check = (&'static str, fn(SharedStore));
 /// All checks; each wants an empty store of its own.
 pub const CHECKS: &[Check] = &[
     ("keys_come_in_byte_order", keys_come_in_byte_order),
-    (
-        "scans_respect_bounds_and_limit",
-        scans_respect_bounds_and_limit,
-    ),
+    ("scans_respect_bounds_and_limit", scans_respect_bounds_and_limit),
     ("last_key_before_is_strict", last_key_before_is_strict),
     ("families_are_apart", families_are_apart),
     ("later_changes_in_a_batch_win", later_changes_in_a_batch_win),
-    (
-        "an_inverted_range_deletes_nothing",
-        an_inverted_range_deletes_nothing,
-    ),
-    (
-        "batches_are_atomic_for_readers",
-        batches_are_atomic_for_readers,
-    ),
-    (
-        "an_empty_batch_may_be_written",
-        an_empty_batch_may_be_written,
-    ),
+    ("an_inverted_range_deletes_nothing", an_inverted_range_deletes_nothing),
+    ("batches_are_atomic_for_readers", batches_are_atomic_for_readers),
+    ("an_empty_batch_may_be_written", an_empty_batch_may_be_written),
     ("size_grows_with_data", size_grows_with_data),
     ("a_blob_is_read_as_written", a_blob_is_read_as_written),
-    (
-        "a_corrupt_blob_is_never_returned",
-        a_corrupt_blob_is_never_returned,
-    ),
-    (
-        "manifests_round_trip_and_name_what_is_missing",
-        manifests_round_trip_and_name_what_is_missing,
-    ),
+    ("a_corrupt_blob_is_never_returned", a_corrupt_blob_is_never_returned),
+    ("manifests_round_trip_and_name_what_is_missing", manifests_round_trip_and_name_what_is_missing),
     ("a_lying_manifest_is_refused", a_lying_manifest_is_refused),
-    (
-        "rollouts_are_idempotent_and_indexed",
-        rollouts_are_idempotent_and_indexed,
-    ),
-    (
-        "a_rollout_under_a_wrong_id_stores_nothing",
-        a_rollout_under_a_wrong_id_stores_nothing,
-    ),
-    (
-        "a_corrupt_rollout_is_detected_and_healed",
-        a_corrupt_rollout_is_detected_and_healed,
-    ),
-    (
-        "unconsumed_lists_page_through",
-        unconsumed_lists_page_through,
-    ),
+    ("rollouts_are_idempotent_and_indexed", rollouts_are_idempotent_and_indexed),
+    ("a_rollout_under_a_wrong_id_stores_nothing", a_rollout_under_a_wrong_id_stores_nothing),
+    ("a_corrupt_rollout_is_detected_and_healed", a_corrupt_rollout_is_detected_and_healed),
+    ("unconsumed_lists_page_through", unconsumed_lists_page_through),
     ("acknowledgements_are_listed", acknowledgements_are_listed),
-    (
-        "steps_are_ordered_by_version_and_model",
-        steps_are_ordered_by_version_and_model,
-    ),
+    ("steps_are_ordered_by_version_and_model", steps_are_ordered_by_version_and_model),
     ("a_corrupt_step_is_an_error", a_corrupt_step_is_an_error),
-    (
-        "raft_logs_append_truncate_and_purge",
-        raft_logs_append_truncate_and_purge,
-    ),
-    (
-        "raft_groups_do_not_touch_each_other",
-        raft_groups_do_not_touch_each_other,
-    ),
-    (
-        "audit_finds_each_planted_fault",
-        audit_finds_each_planted_fault,
-    ),
-    (
-        "audit_of_a_healthy_store_is_clean",
-        audit_of_a_healthy_store_is_clean,
-    ),
+    ("raft_logs_append_truncate_and_purge", raft_logs_append_truncate_and_purge),
+    ("raft_groups_do_not_touch_each_other", raft_groups_do_not_touch_each_other),
+    ("audit_finds_each_planted_fault", audit_finds_each_planted_fault),
+    ("audit_of_a_healthy_store_is_clean", audit_of_a_healthy_store_is_clean),
 ];
 
 fn put(store: &dyn Store, family: Family, key: &[u8], value: &[u8]) {
@@ -112,19 +56,8 @@ fn put(store: &dyn Store, family: Family, key: &[u8], value: &[u8]) {
     store.write(batch, Buffered).unwrap();
 }
 
-fn keys(
-    store: &dyn Store,
-    family: Family,
-    from: &[u8],
-    to: Option<&[u8]>,
-    limit: usize,
-) -> Vec<Vec<u8>> {
-    store
-        .scan(family, from, to, limit)
-        .unwrap()
-        .into_iter()
-        .map(|(k, _)| k)
-        .collect()
+fn keys(store: &dyn Store, family: Family, from: &[u8], to: Option<&[u8]>, limit: usize) -> Vec<Vec<u8>> {
+    store.scan(family, from, to, limit).unwrap().into_iter().map(|(k, _)| k).collect()
 }
 
 fn name(s: &str) -> ModelName {
@@ -176,9 +109,7 @@ fn scans_respect_bounds_and_limit(store: SharedStore) {
     for key in 0..10u8 {
         put(&store, Family::Nodes, &[key], &[key, key]);
     }
-    let scan = |from: &[u8], to: Option<&[u8]>, limit| {
-        keys(&store, Family::Nodes, from, to, limit).concat()
-    };
+    let scan = |from: &[u8], to: Option<&[u8]>, limit| keys(&store, Family::Nodes, from, to, limit).concat();
     assert_eq!(scan(&[3], Some(&[6]), 100), [3, 4, 5]);
     assert_eq!(scan(&[3], Some(&[6]), 2), [3, 4]);
     assert_eq!(scan(&[8], None, 100), [8, 9]);
@@ -186,19 +117,11 @@ fn scans_respect_bounds_and_limit(store: SharedStore) {
     assert_eq!(scan(&[6], Some(&[3]), 100), [0u8; 0]);
     assert_eq!(scan(&[0], None, 0), [0u8; 0]);
     assert_eq!(scan(&[10], None, 100), [0u8; 0]);
-    assert_eq!(
-        store.scan(Family::Nodes, &[9], None, 1).unwrap(),
-        [(vec![9], vec![9, 9])]
-    );
+    assert_eq!(store.scan(Family::Nodes, &[9], None, 1).unwrap(), [(vec![9], vec![9, 9])]);
 }
 
 fn last_key_before_is_strict(store: SharedStore) {
-    let last = |end: &[u8]| {
-        store
-            .last_key_before(Family::Nodes, end)
-            .unwrap()
-            .map(|(k, _)| k)
-    };
+    let last = |end: &[u8]| store.last_key_before(Family::Nodes, end).unwrap().map(|(k, _)| k);
     assert_eq!(last(&[9]), None);
     for key in [2u8, 4] {
         put(&store, Family::Nodes, &[key], &[key]);
@@ -215,11 +138,7 @@ fn families_are_apart(store: SharedStore) {
         put(&store, *family, b"key", &noise(i as u64, 8));
     }
     for (i, family) in Family::ALL.iter().enumerate() {
-        assert_eq!(
-            store.get(*family, b"key").unwrap(),
-            Some(noise(i as u64, 8)),
-            "{family}"
-        );
+        assert_eq!(store.get(*family, b"key").unwrap(), Some(noise(i as u64, 8)), "{family}");
         assert_eq!(store.get(*family, b"other").unwrap(), None, "{family}");
     }
     let mut batch = Batch::new();
@@ -241,10 +160,7 @@ fn later_changes_in_a_batch_win(store: SharedStore) {
     batch.delete(Family::RaftLog, [9]);
     store.write(batch, Synced).unwrap();
     for _ in 0..2 {
-        assert_eq!(
-            store.scan(Family::RaftLog, &[], None, 9).unwrap(),
-            [(vec![1], b"new".to_vec())]
-        );
+        assert_eq!(store.scan(Family::RaftLog, &[], None, 9).unwrap(), [(vec![1], b"new".to_vec())]);
         store.flush().unwrap();
     }
 }
@@ -273,15 +189,8 @@ fn batches_are_atomic_for_readers(store: SharedStore) {
         });
         while !writer.is_finished() {
             let rows = store.scan(Family::Nodes, &[], None, 9).unwrap();
-            assert!(
-                rows.is_empty() || rows.len() == 8,
-                "{} of 8 rows",
-                rows.len()
-            );
-            assert!(
-                rows.windows(2).all(|w| w[0].1 == w[1].1),
-                "a torn batch: {rows:?}"
-            );
+            assert!(rows.is_empty() || rows.len() == 8, "{} of 8 rows", rows.len());
+            assert!(rows.windows(2).all(|w| w[0].1 == w[1].1), "a torn batch: {rows:?}");
         }
     });
     let rows = store.scan(Family::Nodes, &[], None, 9).unwrap();
@@ -310,17 +219,9 @@ fn a_blob_is_read_as_written(store: SharedStore) {
         assert_eq!(get_blob(&store, hash).unwrap(), None);
         assert_eq!(put_blob(&store, &bytes, Synced).unwrap(), hash);
         assert_eq!(put_blob(&store, &bytes, Buffered).unwrap(), hash);
-        assert_eq!(
-            get_blob(&store, hash).unwrap(),
-            Some(bytes.clone()),
-            "{len} bytes"
-        );
+        assert_eq!(get_blob(&store, hash).unwrap(), Some(bytes.clone()), "{len} bytes");
         store.flush().unwrap();
-        assert_eq!(
-            get_blob(&store, hash).unwrap(),
-            Some(bytes),
-            "{len} bytes, flushed"
-        );
+        assert_eq!(get_blob(&store, hash).unwrap(), Some(bytes), "{len} bytes, flushed");
     }
 }
 
@@ -336,10 +237,7 @@ fn a_corrupt_blob_is_never_returned(store: SharedStore) {
         "{err}"
     );
     let manifest = Manifest::of(&good);
-    assert!(matches!(
-        read_manifest(&store, &manifest),
-        Err(StoreError::Corrupt { .. })
-    ));
+    assert!(matches!(read_manifest(&store, &manifest), Err(StoreError::Corrupt { .. })));
     // Putting the good bytes again replaces the bad copy.
     put_blob(&store, &good, Synced).unwrap();
     assert_eq!(get_blob(&store, hash).unwrap(), Some(good));
@@ -352,16 +250,10 @@ fn manifests_round_trip_and_name_what_is_missing(store: SharedStore) {
     assert_eq!(read_manifest(&store, &manifest).unwrap(), None);
     assert_eq!(put_manifest_bytes(&store, &bytes).unwrap(), manifest);
     assert!(missing_chunks(&store, &manifest).unwrap().is_empty());
-    assert_eq!(
-        read_manifest(&store, &manifest).unwrap(),
-        Some(bytes.clone())
-    );
+    assert_eq!(read_manifest(&store, &manifest).unwrap(), Some(bytes.clone()));
     assert_eq!(put_manifest_bytes(&store, &bytes).unwrap(), manifest);
     delete_blobs(&store, [manifest.chunks[2]]).unwrap();
-    assert_eq!(
-        missing_chunks(&store, &manifest).unwrap(),
-        [manifest.chunks[2]]
-    );
+    assert_eq!(missing_chunks(&store, &manifest).unwrap(), [manifest.chunks[2]]);
     assert_eq!(read_manifest(&store, &manifest).unwrap(), None);
 
     let empty = put_manifest_bytes(&store, &[]).unwrap();
@@ -375,22 +267,10 @@ fn a_lying_manifest_is_refused(store: SharedStore) {
     let mut manifest = put_manifest_bytes(&store, &noise(4, 10)).unwrap();
     manifest.hash = Hash::of(b"something else");
     let refused = read_manifest(&store, &manifest);
-    assert!(matches!(
-        refused,
-        Err(StoreError::Manifest(ManifestError::WrongHash {
-            len_bytes: 10,
-            ..
-        }))
-    ));
+    assert!(matches!(refused, Err(StoreError::Manifest(ManifestError::WrongHash { len_bytes: 10, .. }))));
     manifest.len_bytes = u64::MAX;
     let refused = read_manifest(&store, &manifest);
-    assert!(matches!(
-        refused,
-        Err(StoreError::Manifest(ManifestError::ChunkCount {
-            got: 1,
-            ..
-        }))
-    ));
+    assert!(matches!(refused, Err(StoreError::Manifest(ManifestError::ChunkCount { got: 1, .. }))));
 }
 
 fn rollouts(seed: u64, n: u64) -> Vec<(RolloutId, Vec<u8>)> {
@@ -403,27 +283,16 @@ fn rollouts(seed: u64, n: u64) -> Vec<(RolloutId, Vec<u8>)> {
 }
 
 fn borrowed(all: &[(RolloutId, Vec<u8>)], job: JobId) -> Vec<(RolloutId, &[u8], JobId)> {
-    all.iter()
-        .map(|(id, bytes)| (*id, bytes.as_slice(), job))
-        .collect()
+    all.iter().map(|(id, bytes)| (*id, bytes.as_slice(), job)).collect()
 }
 
 fn rollouts_are_idempotent_and_indexed(store: SharedStore) {
     let (job, other) = (JobId([255; 16]), JobId([1; 16]));
     let all = rollouts(1, 20);
     let ids: Vec<RolloutId> = all.iter().map(|(id, _)| *id).collect();
-    assert_eq!(
-        put_rollouts(&store, &borrowed(&all, job), Synced).unwrap(),
-        20
-    );
-    assert_eq!(
-        put_rollouts(&store, &borrowed(&all[..7], job), Synced).unwrap(),
-        0
-    );
-    assert_eq!(
-        put_rollouts(&store, &borrowed(&rollouts(500, 3), other), Buffered).unwrap(),
-        3
-    );
+    assert_eq!(put_rollouts(&store, &borrowed(&all, job), Synced).unwrap(), 20);
+    assert_eq!(put_rollouts(&store, &borrowed(&all[..7], job), Synced).unwrap(), 0);
+    assert_eq!(put_rollouts(&store, &borrowed(&rollouts(500, 3), other), Buffered).unwrap(), 3);
     for (id, bytes) in &all {
         assert_eq!(get_rollout(&store, *id).unwrap().as_ref(), Some(bytes));
         assert!(has_rollout(&store, *id).unwrap());
@@ -431,10 +300,7 @@ fn rollouts_are_idempotent_and_indexed(store: SharedStore) {
     assert_eq!(list_all(&store, job, None, 100).unwrap(), ids);
     assert_eq!(list_all(&store, job, Some(ids[4]), 3).unwrap(), ids[5..8]);
     assert_eq!(list_all(&store, job, Some(ids[19]), 3).unwrap(), []);
-    assert_eq!(
-        (count(&store, job).unwrap(), count(&store, other).unwrap()),
-        (20, 3)
-    );
+    assert_eq!((count(&store, job).unwrap(), count(&store, other).unwrap()), (20, 3));
     assert_eq!(count(&store, JobId([0; 16])).unwrap(), 0);
     assert_eq!(get_rollout(&store, Hash([0; 32])).unwrap(), None);
     put_rollouts(&store, &[], Synced).unwrap();
@@ -443,15 +309,9 @@ fn rollouts_are_idempotent_and_indexed(store: SharedStore) {
 fn a_rollout_under_a_wrong_id_stores_nothing(store: SharedStore) {
     let all = rollouts(1, 2);
     let wrong = Hash([9; 32]);
-    let calls = [
-        (all[0].0, all[0].1.as_slice(), JobId([1; 16])),
-        (wrong, all[1].1.as_slice(), JobId([1; 16])),
-    ];
+    let calls = [(all[0].0, all[0].1.as_slice(), JobId([1; 16])), (wrong, all[1].1.as_slice(), JobId([1; 16]))];
     let err = put_rollouts(&store, &calls, Synced).unwrap_err();
-    assert!(
-        matches!(err, StoreError::WrongId { expected, got } if expected == wrong && got == all[1].0),
-        "{err}"
-    );
+    assert!(matches!(err, StoreError::WrongId { expected, got } if expected == wrong && got == all[1].0), "{err}");
     assert!(!has_rollout(&store, all[0].0).unwrap());
     assert_eq!(count(&store, JobId([1; 16])).unwrap(), 0);
 }
@@ -461,20 +321,8 @@ fn a_corrupt_rollout_is_detected_and_healed(store: SharedStore) {
     let (id, bytes) = &all[0];
     put(&store, Family::Rollouts, &id.0, b"not it");
     let err = get_rollout(&store, *id).unwrap_err();
-    assert!(
-        matches!(
-            err,
-            StoreError::Corrupt {
-                family: Family::Rollouts,
-                ..
-            }
-        ),
-        "{err}"
-    );
-    assert_eq!(
-        put_rollouts(&store, &borrowed(&all, job), Synced).unwrap(),
-        1
-    );
+    assert!(matches!(err, StoreError::Corrupt { family: Family::Rollouts, .. }), "{err}");
+    assert_eq!(put_rollouts(&store, &borrowed(&all, job), Synced).unwrap(), 1);
     assert_eq!(get_rollout(&store, *id).unwrap().as_ref(), Some(bytes));
 }
 
@@ -487,20 +335,11 @@ fn unconsumed_lists_page_through(store: SharedStore) {
     mark_consumed(&mut batch, used.iter().copied(), PolicyVersion(5));
     store.write(batch, Synced).unwrap();
     let left: Vec<RolloutId> = all[1100..].iter().map(|(id, _)| *id).collect();
-    assert_eq!(
-        list_unconsumed(&store, job, None, usize::MAX).unwrap(),
-        left
-    );
+    assert_eq!(list_unconsumed(&store, job, None, usize::MAX).unwrap(), left);
     assert_eq!(list_unconsumed(&store, job, None, 2).unwrap(), left[..2]);
-    assert_eq!(
-        list_unconsumed(&store, job, Some(left[1]), 2).unwrap(),
-        left[2..4]
-    );
+    assert_eq!(list_unconsumed(&store, job, Some(left[1]), 2).unwrap(), left[2..4]);
     assert_eq!(list_unconsumed(&store, job, None, 0).unwrap(), []);
-    assert_eq!(
-        is_consumed(&store, used[0]).unwrap(),
-        Some(PolicyVersion(5))
-    );
+    assert_eq!(is_consumed(&store, used[0]).unwrap(), Some(PolicyVersion(5)));
     assert_eq!(is_consumed(&store, left[0]).unwrap(), None);
     let marked: Vec<_> = used.iter().map(|id| (*id, PolicyVersion(5))).collect();
     assert_eq!(all_consumed(&store).unwrap(), marked);
@@ -521,13 +360,7 @@ fn acknowledgements_are_listed(store: SharedStore) {
     assert_eq!(all_acknowledged(&store).unwrap(), all);
     assert_eq!(acknowledged(&store, Some(all[2].id), 2).unwrap(), all[3..5]);
     put(&store, Family::Acknowledged, &[0; 32], b"\xff");
-    assert!(matches!(
-        all_acknowledged(&store),
-        Err(StoreError::Corrupt {
-            family: Family::Acknowledged,
-            ..
-        })
-    ));
+    assert!(matches!(all_acknowledged(&store), Err(StoreError::Corrupt { family: Family::Acknowledged, .. })));
 }
 
 fn steps_are_ordered_by_version_and_model(store: SharedStore) {
@@ -539,44 +372,21 @@ fn steps_are_ordered_by_version_and_model(store: SharedStore) {
     }
     put_step(&mut batch, &ab, &example_step(999, vec![Hash([1; 32])]));
     store.write(batch, Synced).unwrap();
-    let versions = |m| {
-        steps(&store, m)
-            .unwrap()
-            .iter()
-            .map(|s| s.version.0)
-            .collect::<Vec<_>>()
-    };
+    let versions = |m| steps(&store, m).unwrap().iter().map(|s| s.version.0).collect::<Vec<_>>();
     assert_eq!(versions(&a), [1, 2, 256, 300]);
     assert_eq!(versions(&ab), [999]);
     assert_eq!(newest(&store, &a).unwrap(), Some(example_step(300, vec![])));
     assert_eq!(newest(&store, &ab).unwrap().map(|s| s.version.0), Some(999));
     assert_eq!(newest(&store, &name("aa")).unwrap(), None);
-    assert_eq!(
-        step(&store, &a, PolicyVersion(2)).unwrap(),
-        Some(example_step(2, vec![]))
-    );
+    assert_eq!(step(&store, &a, PolicyVersion(2)).unwrap(), Some(example_step(2, vec![])));
     assert_eq!(step(&store, &a, PolicyVersion(3)).unwrap(), None);
     assert_eq!(all_steps(&store).unwrap().len(), 5);
 }
 
 fn a_corrupt_step_is_an_error(store: SharedStore) {
-    put(
-        &store,
-        Family::Models,
-        &crate::schema::step_key(&name("m"), PolicyVersion(1)),
-        b"\x01",
-    );
-    assert!(matches!(
-        steps(&store, &name("m")),
-        Err(StoreError::Corrupt {
-            family: Family::Models,
-            ..
-        })
-    ));
-    assert!(matches!(
-        newest(&store, &name("m")),
-        Err(StoreError::Corrupt { .. })
-    ));
+    put(&store, Family::Models, &crate::schema::step_key(&name("m"), PolicyVersion(1)), b"\x01");
+    assert!(matches!(steps(&store, &name("m")), Err(StoreError::Corrupt { family: Family::Models, .. })));
+    assert!(matches!(newest(&store, &name("m")), Err(StoreError::Corrupt { .. })));
 }
 
 fn entries(from: u64, to: u64) -> Vec<(u64, Vec<u8>)> {
@@ -588,10 +398,7 @@ fn raft_logs_append_truncate_and_purge(store: SharedStore) {
     assert_eq!((log.first().unwrap(), log.last().unwrap()), (None, None));
     log.append(&[], Synced).unwrap();
     log.append(&entries(0, 300), Synced).unwrap();
-    assert_eq!(
-        log.read(250, u64::MAX, usize::MAX).unwrap(),
-        entries(250, 300)
-    );
+    assert_eq!(log.read(250, u64::MAX, usize::MAX).unwrap(), entries(250, 300));
     assert_eq!(log.read(10, 20, 5).unwrap(), entries(10, 15));
     assert_eq!(log.read(20, 10, 5).unwrap(), []);
     log.truncate_from(290, Synced).unwrap();
@@ -601,24 +408,11 @@ fn raft_logs_append_truncate_and_purge(store: SharedStore) {
     assert_eq!(log.meta(RaftMeta::LastPurged).unwrap(), None);
     log.purge_to(99, b"id of 99", Synced).unwrap();
     assert_eq!(log.first().unwrap(), entries(100, 101).pop());
-    assert_eq!(
-        log.meta(RaftMeta::LastPurged).unwrap().as_deref(),
-        Some(b"id of 99".as_slice())
-    );
+    assert_eq!(log.meta(RaftMeta::LastPurged).unwrap().as_deref(), Some(b"id of 99".as_slice()));
     log.truncate_from(0, Synced).unwrap();
     assert_eq!((log.first().unwrap(), log.last().unwrap()), (None, None));
     let err = log.append(&[(5, vec![]), (7, vec![])], Synced).unwrap_err();
-    assert!(
-        matches!(
-            err,
-            StoreError::LogGap {
-                before: 5,
-                expected: 6,
-                got: 7
-            }
-        ),
-        "{err}"
-    );
+    assert!(matches!(err, StoreError::LogGap { before: 5, expected: 6, got: 7 }), "{err}");
     assert_eq!(log.last().unwrap(), None);
     log.append(&[(u64::MAX, vec![1])], Synced).unwrap();
     log.purge_to(u64::MAX, b"end", Synced).unwrap();
@@ -626,18 +420,11 @@ fn raft_logs_append_truncate_and_purge(store: SharedStore) {
 }
 
 fn raft_groups_do_not_touch_each_other(store: SharedStore) {
-    let logs: Vec<RaftLog> = ["a", "ab", "b"]
-        .map(|g| RaftLog::new(store.clone(), name(g)))
-        .into();
+    let logs: Vec<RaftLog> = ["a", "ab", "b"].map(|g| RaftLog::new(store.clone(), name(g))).into();
     for (log, i) in logs.iter().zip(1..) {
         log.append(&entries(i, i + 10), Synced).unwrap();
         for meta in RaftMeta::ALL {
-            log.put_meta(
-                meta,
-                format!("{} {}", log.group(), meta.name()).as_bytes(),
-                Synced,
-            )
-            .unwrap();
+            log.put_meta(meta, format!("{} {}", log.group(), meta.name()).as_bytes(), Synced).unwrap();
         }
     }
     assert_eq!(groups(&store).unwrap(), [name("a"), name("ab"), name("b")]);
@@ -646,29 +433,16 @@ fn raft_groups_do_not_touch_each_other(store: SharedStore) {
     assert_eq!(logs[0].read(0, 99, 99).unwrap(), []);
     assert_eq!(logs[1].read(0, 99, 99).unwrap(), entries(6, 12));
     assert_eq!(logs[2].read(0, 99, 99).unwrap(), entries(3, 13));
-    assert_eq!(
-        logs[0].meta(RaftMeta::Vote).unwrap().as_deref(),
-        Some(b"a vote".as_slice())
-    );
+    assert_eq!(logs[0].meta(RaftMeta::Vote).unwrap().as_deref(), Some(b"a vote".as_slice()));
     logs[1].delete_all(Synced).unwrap();
     assert_eq!(logs[1].meta(RaftMeta::Vote).unwrap(), None);
     assert_eq!(logs[1].last().unwrap(), None);
-    assert_eq!(
-        logs[2].meta(RaftMeta::Snapshot).unwrap().as_deref(),
-        Some(b"b snapshot".as_slice())
-    );
+    assert_eq!(logs[2].meta(RaftMeta::Snapshot).unwrap().as_deref(), Some(b"b snapshot".as_slice()));
     assert_eq!(groups(&store).unwrap(), [name("a"), name("b")]);
 }
 
 fn acknowledge(store: &dyn Store, ids: &[RolloutId]) {
-    let rows: Vec<_> = ids
-        .iter()
-        .map(|id| Acknowledged {
-            id: *id,
-            job: JobId([1; 16]),
-            holders: vec![],
-        })
-        .collect();
+    let rows: Vec<_> = ids.iter().map(|id| Acknowledged { id: *id, job: JobId([1; 16]), holders: vec![] }).collect();
     record_acknowledged(store, &rows, Synced).unwrap();
 }
 
@@ -687,11 +461,7 @@ fn audit_finds_each_planted_fault(store: SharedStore) {
     let (m, n) = (name("m"), name("n"));
     let mut batch = Batch::new();
     put_step(&mut batch, &m, &example_step(1, ids[0..3].to_vec()));
-    put_step(
-        &mut batch,
-        &m,
-        &example_step(2, vec![ids[3], ids[4], ids[3]]),
-    );
+    put_step(&mut batch, &m, &example_step(2, vec![ids[3], ids[4], ids[3]]));
     store.write(batch, Synced).unwrap();
     let mut batch = Batch::new();
     put_step(&mut batch, &m, &example_step(1, ids[0..3].to_vec()));
@@ -705,29 +475,10 @@ fn audit_finds_each_planted_fault(store: SharedStore) {
     assert_eq!(report.held, 10);
     assert_eq!((report.steps, report.consumed), (3, 6));
     let v = |model: &ModelName, version| (model.clone(), PolicyVersion(version));
-    assert_eq!(
-        report.consumed_twice,
-        [
-            (ids[0], vec![v(&m, 1), v(&n, 1)]),
-            (ids[3], vec![v(&m, 2), v(&m, 2)])
-        ]
-    );
-    assert_eq!(
-        report.forked_versions,
-        [audit::ForkedVersion {
-            model: m,
-            version: PolicyVersion(2)
-        }]
-    );
-    let corrupt: Vec<_> = report
-        .corrupt
-        .iter()
-        .map(|c| (c.store, c.family, c.key.clone()))
-        .collect();
-    assert_eq!(
-        corrupt,
-        [9, 10].map(|i| (0, Family::Rollouts, ids[i].to_string()))
-    );
+    assert_eq!(report.consumed_twice, [(ids[0], vec![v(&m, 1), v(&n, 1)]), (ids[3], vec![v(&m, 2), v(&m, 2)])]);
+    assert_eq!(report.forked_versions, [audit::ForkedVersion { model: m, version: PolicyVersion(2) }]);
+    let corrupt: Vec<_> = report.corrupt.iter().map(|c| (c.store, c.family, c.key.clone())).collect();
+    assert_eq!(corrupt, [9, 10].map(|i| (0, Family::Rollouts, ids[i].to_string())));
     assert!(!report.is_clean());
 }
 
@@ -739,11 +490,7 @@ fn audit_of_a_healthy_store_is_clean(store: SharedStore) {
     acknowledge(&store, &ids);
     for (chunk, version) in ids.chunks(8).zip(1..) {
         let mut batch = Batch::new();
-        put_step(
-            &mut batch,
-            &name("m"),
-            &example_step(version, chunk.to_vec()),
-        );
+        put_step(&mut batch, &name("m"), &example_step(version, chunk.to_vec()));
         mark_consumed(&mut batch, chunk.iter().copied(), PolicyVersion(version));
         store.write(batch, Synced).unwrap();
     }
@@ -751,13 +498,5 @@ fn audit_of_a_healthy_store_is_clean(store: SharedStore) {
     let report = audit(&[store.clone(), store], []).unwrap();
     assert!(report.is_clean(), "{report:?}");
     assert!(report.corrupt.is_empty());
-    assert_eq!(
-        (
-            report.acknowledged,
-            report.held,
-            report.consumed,
-            report.steps
-        ),
-        (40, 40, 40, 5)
-    );
+    assert_eq!((report.acknowledged, report.held, report.consumed, report.steps), (40, 40, 40, 5));
 }

@@ -3,14 +3,11 @@
 
 use proptest::prelude::*;
 use starling_protocol::{Hash, JobId, ModelName, RolloutId};
-use starling_storage::blobs::{
-    delete_blobs, get_blob, has_blob, put_blob, put_manifest_bytes, read_manifest,
-};
+use starling_storage::blobs::{delete_blobs, get_blob, has_blob, put_blob, put_manifest_bytes, read_manifest};
 use starling_storage::rollouts::{get_rollout, put_rollouts};
 use starling_storage::suite::{CHECKS, noise};
 use starling_storage::{
-    Batch, Durability, Family, MemoryStore, RaftLog, RocksOptions, RocksStore, SharedStore, Store,
-    StoreError, audit,
+    Batch, Durability, Family, MemoryStore, RaftLog, RocksOptions, RocksStore, SharedStore, Store, StoreError, audit,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -63,22 +60,12 @@ fn a_reopened_store_has_everything_with_and_without_flush() {
         let store = open(dir.path());
         for earlier in 0..round {
             let value = store.get(Family::Nodes, &[earlier]).unwrap();
-            assert_eq!(
-                value.as_deref(),
-                Some(&[earlier, earlier][..]),
-                "round {round}"
-            );
+            assert_eq!(value.as_deref(), Some(&[earlier, earlier][..]), "round {round}");
         }
         for manifest in &manifests {
             assert!(read_manifest(&store, manifest).unwrap().is_some());
         }
-        put(
-            &store,
-            Family::Nodes,
-            &[round],
-            &[round, round],
-            Durability::Buffered,
-        );
+        put(&store, Family::Nodes, &[round], &[round, round], Durability::Buffered);
         manifests.push(put_manifest_bytes(&store, &weights[usize::from(round)..]).unwrap());
         if round == 1 {
             store.flush().unwrap();
@@ -92,10 +79,7 @@ fn a_second_writer_is_locked_out_and_a_reader_is_not() {
     let store = open(dir.path());
     let hash = put_blob(&store, &noise(1, 9000), Durability::Synced).unwrap();
     let err = RocksStore::open(dir.path(), &RocksOptions::default()).unwrap_err();
-    assert!(
-        matches!(&err, StoreError::Locked { path } if path == dir.path()),
-        "{err}"
-    );
+    assert!(matches!(&err, StoreError::Locked { path } if path == dir.path()), "{err}");
     assert!(err.is_retryable());
     let reader = RocksStore::open_read_only(dir.path()).unwrap();
     assert!(get_blob(&reader, hash).unwrap().is_some());
@@ -111,12 +95,7 @@ fn reading_a_store_changes_no_file() {
     let id = {
         let store = open(dir.path());
         let bytes = noise(1, 3000);
-        put_rollouts(
-            &store,
-            &[(Hash::of(&bytes), &bytes, JobId([1; 16]))],
-            Durability::Synced,
-        )
-        .unwrap();
+        put_rollouts(&store, &[(Hash::of(&bytes), &bytes, JobId([1; 16]))], Durability::Synced).unwrap();
         Hash::of(&bytes)
     };
     let listing = || {
@@ -150,38 +129,12 @@ fn another_format_is_refused_with_both_versions() {
     let dir = tempfile::tempdir().unwrap();
     {
         let store = open(dir.path());
-        put(
-            &store,
-            Family::Meta,
-            b"format_version",
-            &9u32.to_be_bytes(),
-            Durability::Synced,
-        );
+        put(&store, Family::Meta, b"format_version", &9u32.to_be_bytes(), Durability::Synced);
     }
     let err = RocksStore::open(dir.path(), &RocksOptions::default()).unwrap_err();
-    assert!(
-        matches!(
-            err,
-            StoreError::Format {
-                expected: 1,
-                got: 9,
-                ..
-            }
-        ),
-        "{err}"
-    );
+    assert!(matches!(err, StoreError::Format { expected: 1, got: 9, .. }), "{err}");
     let err = RocksStore::open_read_only(dir.path()).unwrap_err();
-    assert!(
-        matches!(
-            err,
-            StoreError::Format {
-                expected: 1,
-                got: 9,
-                ..
-            }
-        ),
-        "{err}"
-    );
+    assert!(matches!(err, StoreError::Format { expected: 1, got: 9, .. }), "{err}");
 }
 
 #[test]
@@ -209,10 +162,7 @@ fn a_family_of_a_newer_version_is_named() {
         db.create_cf("moods", &options).unwrap();
     }
     let err = RocksStore::open(dir.path(), &RocksOptions::default()).unwrap_err();
-    assert!(
-        matches!(&err, StoreError::UnknownFamily { name, .. } if name == "moods"),
-        "{err}"
-    );
+    assert!(matches!(&err, StoreError::UnknownFamily { name, .. } if name == "moods"), "{err}");
 }
 
 /// Flips one byte in the middle of every file with this ending; returns how many there were.
@@ -244,16 +194,7 @@ fn a_flipped_bit_in_a_blob_file_is_corruption_and_can_be_healed() {
     assert_eq!(damage(dir.path(), "blob"), 1);
     let store = open(dir.path());
     let err = get_blob(&store, hash).unwrap_err();
-    assert!(
-        matches!(
-            &err,
-            StoreError::Corrupt {
-                family: Family::Blobs,
-                ..
-            }
-        ),
-        "{err}"
-    );
+    assert!(matches!(&err, StoreError::Corrupt { family: Family::Blobs, .. }), "{err}");
     let shared: SharedStore = Arc::new(store);
     let report = audit(std::slice::from_ref(&shared), []).unwrap();
     assert_eq!(report.corrupt.len(), 1, "{report:?}");
@@ -269,13 +210,7 @@ fn a_vanished_log_of_synced_writes_is_an_error_at_open() {
         // A log is entered in the manifest when it is closed, so write beyond one memtable.
         for i in 0..12 {
             put_blob(&store, &noise(i, 1 << 20), Durability::Synced).unwrap();
-            put(
-                &store,
-                Family::Nodes,
-                &i.to_be_bytes(),
-                b"v",
-                Durability::Synced,
-            );
+            put(&store, Family::Nodes, &i.to_be_bytes(), b"v", Durability::Synced);
         }
     }
     let mut logs: Vec<_> = std::fs::read_dir(dir.path())
@@ -294,43 +229,23 @@ fn a_vanished_log_of_synced_writes_is_an_error_at_open() {
 fn down_at_the_reserve_bulk_is_refused_then_every_put_and_never_a_delete() {
     let dir = tempfile::tempdir().unwrap();
     let open = |disk_reserve_bytes| -> SharedStore {
-        let options = RocksOptions {
-            disk_reserve_bytes,
-            ..RocksOptions::default()
-        };
+        let options = RocksOptions { disk_reserve_bytes, ..RocksOptions::default() };
         Arc::new(RocksStore::open(dir.path(), &options).unwrap())
     };
     let group = || ModelName::new("m").unwrap();
     drop(open(0));
     let store = open(u64::MAX);
     let err = put_blob(&store, b"bytes", Durability::Synced).unwrap_err();
-    let StoreError::DiskFull {
-        free_bytes,
-        reserve_bytes: u64::MAX,
-        ..
-    } = err
-    else {
-        panic!("{err}")
-    };
+    let StoreError::DiskFull { free_bytes, reserve_bytes: u64::MAX, .. } = err else { panic!("{err}") };
     assert!(!has_blob(&store, Hash::of(b"bytes")).unwrap());
-    let err = RaftLog::new(store.clone(), group())
-        .append(&[(1, vec![1])], Durability::Synced)
-        .unwrap_err();
-    assert!(
-        err.is_retryable() && matches!(err, StoreError::DiskFull { .. }),
-        "{err}"
-    );
+    let err = RaftLog::new(store.clone(), group()).append(&[(1, vec![1])], Durability::Synced).unwrap_err();
+    assert!(err.is_retryable() && matches!(err, StoreError::DiskFull { .. }), "{err}");
     delete_blobs(&store, [Hash::of(b"bytes")]).unwrap();
     drop(store);
 
     let store = open(2 * free_bytes);
-    assert!(matches!(
-        put_blob(&store, b"bytes", Durability::Synced),
-        Err(StoreError::DiskFull { .. })
-    ));
-    RaftLog::new(store, group())
-        .append(&[(1, vec![1])], Durability::Synced)
-        .unwrap();
+    assert!(matches!(put_blob(&store, b"bytes", Durability::Synced), Err(StoreError::DiskFull { .. })));
+    RaftLog::new(store, group()).append(&[(1, vec![1])], Durability::Synced).unwrap();
 }
 
 #[test]
@@ -340,13 +255,7 @@ fn a_full_memory_store_refuses_bulk_and_keeps_what_it_has() {
     store.set_capacity_bytes(Some(1000));
     let err = put_blob(&store, &noise(2, 900), Durability::Synced).unwrap_err();
     assert!(matches!(err, StoreError::DiskFull { .. }), "{err}");
-    put(
-        &store,
-        Family::RaftMeta,
-        b"vote",
-        &[0; 200],
-        Durability::Synced,
-    );
+    put(&store, Family::RaftMeta, b"vote", &[0; 200], Durability::Synced);
     store.set_capacity_bytes(None);
     put_blob(&store, &noise(2, 900), Durability::Synced).unwrap();
     assert!(get_blob(&store, kept).unwrap().is_some());
@@ -366,27 +275,15 @@ fn a_crash_loses_buffered_writes_and_no_synced_one() {
     let size = MemoryStore::size_bytes;
     store.crash_keeping(1);
     let rows = store.scan(Family::Nodes, b"", None, 9).unwrap();
-    assert_eq!(
-        rows,
-        [
-            (b"a".to_vec(), b"2".to_vec()),
-            (b"b".to_vec(), b"1".to_vec())
-        ]
-    );
+    assert_eq!(rows, [(b"a".to_vec(), b"2".to_vec()), (b"b".to_vec(), b"1".to_vec())]);
     assert_eq!(size(&store).unwrap(), 4);
     put(&store, Family::Nodes, b"a", b"3", Durability::Buffered);
     store.crash();
-    assert_eq!(
-        store.get(Family::Nodes, b"a").unwrap().as_deref(),
-        Some(&b"2"[..])
-    );
+    assert_eq!(store.get(Family::Nodes, b"a").unwrap().as_deref(), Some(&b"2"[..]));
     put(&store, Family::Nodes, b"a", b"4", Durability::Buffered);
     store.write(Batch::new(), Durability::Synced).unwrap();
     store.crash();
-    assert_eq!(
-        store.get(Family::Nodes, b"a").unwrap().as_deref(),
-        Some(&b"4"[..])
-    );
+    assert_eq!(store.get(Family::Nodes, b"a").unwrap().as_deref(), Some(&b"4"[..]));
 }
 
 #[test]
@@ -394,10 +291,7 @@ fn putting_a_buffered_rollout_again_makes_it_durable() {
     let store = MemoryStore::new();
     let bytes = noise(1, 50);
     let call = [(RolloutId::of(&bytes), bytes.as_slice(), JobId([1; 16]))];
-    assert_eq!(
-        put_rollouts(&store, &call, Durability::Buffered).unwrap(),
-        1
-    );
+    assert_eq!(put_rollouts(&store, &call, Durability::Buffered).unwrap(), 1);
     assert_eq!(put_rollouts(&store, &call, Durability::Synced).unwrap(), 0);
     store.crash();
     assert!(get_rollout(&store, call[0].0).unwrap().is_some());

@@ -11,9 +11,7 @@ use starling_storage::consumed::{is_consumed, mark_consumed};
 use starling_storage::rollouts::{count, get_rollout, list_all, put_rollouts};
 use starling_storage::steps::{put_step, steps};
 use starling_storage::suite::{example_step, noise};
-use starling_storage::{
-    Batch, Durability, RaftLog, RaftMeta, RocksOptions, RocksStore, SharedStore, audit,
-};
+use starling_storage::{Batch, Durability, RaftLog, RaftMeta, RocksOptions, RocksStore, SharedStore, audit};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -29,11 +27,7 @@ const JOB: JobId = JobId([5; 16]);
 
 fn open(dir: &Path) -> SharedStore {
     // Small buffers, so that kills also hit flushes and changes of the log.
-    let options = RocksOptions {
-        write_buffer_bytes: 256 << 10,
-        wal_bytes_max: 1 << 20,
-        ..RocksOptions::default()
-    };
+    let options = RocksOptions { write_buffer_bytes: 256 << 10, wal_bytes_max: 1 << 20, ..RocksOptions::default() };
     Arc::new(RocksStore::open(dir, &options).unwrap())
 }
 
@@ -81,14 +75,7 @@ fn writes_until_killed() {
 fn nothing_acknowledged_is_lost_by_a_kill() {
     let seed = match std::env::var(SEED_VAR) {
         Ok(seed) => seed.parse().unwrap(),
-        Err(_) => u64::try_from(
-            SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .unwrap()
-                .as_nanos()
-                % 1_000_000,
-        )
-        .unwrap(),
+        Err(_) => u64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() % 1_000_000).unwrap(),
     };
     eprintln!("seed {seed}; again with {SEED_VAR}={seed}");
     let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
@@ -97,12 +84,7 @@ fn nothing_acknowledged_is_lost_by_a_kill() {
     for round in 0..ROUNDS {
         let next = acked.map_or(0, |a| a + 1);
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args([
-                "writes_until_killed",
-                "--exact",
-                "--nocapture",
-                "--test-threads=1",
-            ])
+            .args(["writes_until_killed", "--exact", "--nocapture", "--test-threads=1"])
             .env(DIR_VAR, dir.path())
             .env(FROM_VAR, next.to_string())
             .stdout(Stdio::piped())
@@ -111,8 +93,7 @@ fn nothing_acknowledged_is_lost_by_a_kill() {
         let pipe = BufReader::new(child.stdout.take().unwrap());
         let reader = std::thread::spawn(move || {
             let acks = pipe.lines().map_while(Result::ok);
-            acks.filter_map(|l| l.strip_prefix("acked ").and_then(|n| n.parse::<u64>().ok()))
-                .last()
+            acks.filter_map(|l| l.strip_prefix("acked ").and_then(|n| n.parse::<u64>().ok())).last()
         });
         std::thread::sleep(Duration::from_micros(rng.random_range(30_000..250_000)));
         child.kill().unwrap();
@@ -120,75 +101,35 @@ fn nothing_acknowledged_is_lost_by_a_kill() {
         acked = reader.join().unwrap().or(acked);
         verify(dir.path(), acked, round);
     }
-    assert!(
-        acked.is_some(),
-        "the writer never got to its first acknowledgement"
-    );
-    eprintln!(
-        "{} acknowledged rounds of writes survived {ROUNDS} kills",
-        acked.map_or(0, |a| a + 1)
-    );
+    assert!(acked.is_some(), "the writer never got to its first acknowledgement");
+    eprintln!("{} acknowledged rounds of writes survived {ROUNDS} kills", acked.map_or(0, |a| a + 1));
 }
 
 fn verify(dir: &Path, acked: Option<u64>, round: usize) {
     let store = open(dir);
     let log = RaftLog::new(store.clone(), ModelName::new("m").unwrap());
     let n = acked.map_or(0, |a| a + 1);
-    let by_version: BTreeMap<u64, _> = steps(&store, log.group())
-        .unwrap()
-        .into_iter()
-        .map(|s| (s.version.0, s))
-        .collect();
+    let by_version: BTreeMap<u64, _> =
+        steps(&store, log.group()).unwrap().into_iter().map(|s| (s.version.0, s)).collect();
     for i in 0..n {
         let bytes = rollout(i);
         let id = RolloutId::of(&bytes);
-        assert!(
-            get_rollout(&store, id).unwrap().as_ref() == Some(&bytes),
-            "round {round}, rollout {i} of {n}"
-        );
-        assert_eq!(
-            is_consumed(&store, id).unwrap(),
-            Some(PolicyVersion(i)),
-            "round {round}, consumed {i}"
-        );
-        assert!(
-            log.read(i, i + 1, 1).unwrap() == [(i, bytes)],
-            "round {round}, log entry {i}"
-        );
-        assert_eq!(
-            by_version.get(&i),
-            Some(&example_step(i, vec![id])),
-            "round {round}, step {i}"
-        );
+        assert!(get_rollout(&store, id).unwrap().as_ref() == Some(&bytes), "round {round}, rollout {i} of {n}");
+        assert_eq!(is_consumed(&store, id).unwrap(), Some(PolicyVersion(i)), "round {round}, consumed {i}");
+        assert!(log.read(i, i + 1, 1).unwrap() == [(i, bytes)], "round {round}, log entry {i}");
+        assert_eq!(by_version.get(&i), Some(&example_step(i, vec![id])), "round {round}, step {i}");
         if i % 16 == 0 {
             let manifest = starling_protocol::manifest::Manifest::of(&weights(i));
-            assert!(
-                read_manifest(&store, &manifest).unwrap().is_some(),
-                "round {round}, weights {i}"
-            );
+            assert!(read_manifest(&store, &manifest).unwrap().is_some(), "round {round}, weights {i}");
         }
     }
     // What was in flight is there as a whole or not at all.
-    let applied = log
-        .meta(RaftMeta::AppliedState)
-        .unwrap()
-        .map(|b| u64::from_be_bytes(b.try_into().unwrap()));
-    assert_eq!(
-        applied,
-        by_version.keys().last().copied(),
-        "round {round}: state and step in one batch"
-    );
+    let applied = log.meta(RaftMeta::AppliedState).unwrap().map(|b| u64::from_be_bytes(b.try_into().unwrap()));
+    assert_eq!(applied, by_version.keys().last().copied(), "round {round}: state and step in one batch");
     assert!(applied >= acked, "round {round}");
     let ids = list_all(&store, JOB, None, usize::MAX).unwrap();
     assert_eq!(ids.len(), count(&store, JOB).unwrap());
-    assert!(
-        ids.len() as u64 >= n && ids.len() as u64 <= n + 1,
-        "round {round}: {} for {n}",
-        ids.len()
-    );
+    assert!(ids.len() as u64 >= n && ids.len() as u64 <= n + 1, "round {round}: {} for {n}", ids.len());
     let report = audit(&[store], ids).unwrap();
-    assert!(
-        report.is_clean() && report.corrupt.is_empty(),
-        "round {round}: {report:?}"
-    );
+    assert!(report.is_clean() && report.corrupt.is_empty(), "round {round}: {report:?}");
 }

@@ -213,7 +213,8 @@ impl Hosting {
             Ok(Some(frame)) => frame,
             Ok(None) | Err(_) => return Ok(()),
         };
-        let req: Generate = decode("generate request", &first, FRAME_LEN_BYTES_MAX).map_err(|e| refuse(false, e.to_string()))?;
+        let req: Generate =
+            decode("generate request", &first, FRAME_LEN_BYTES_MAX).map_err(|e| refuse(false, e.to_string()))?;
         let hosted =
             self.get(&req.model).ok_or_else(|| refuse(true, format!("model {} is not served here yet", req.model)))?;
         let (tokens, mut sampled) = mpsc::channel(req.max_tokens.clamp(1, 1024) as usize + 1);
@@ -335,8 +336,7 @@ impl TurnSoFar {
 
     fn end(&self, signer: &dyn Signer, keep: usize, finish: FinishReason) -> GenerateFrame {
         let n = keep.min(self.tokens.len());
-        let body =
-            receipt_body(&self.model, &self.prompt, &self.tokens[..n], &self.logprobs[..n], &self.versions[..n]);
+        let body = receipt_body(&self.model, &self.prompt, &self.tokens[..n], &self.logprobs[..n], &self.versions[..n]);
         GenerateFrame::End { finish, receipt: Receipt { signature: Signature::new(signer, Domain::Receipt, &body) } }
     }
 }

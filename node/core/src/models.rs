@@ -82,9 +82,8 @@ impl Models {
     /// Live nodes whose record says that they serve `model`.
     #[must_use]
     pub fn servers_of(&self, model: &ModelName) -> Vec<NodeId> {
-        let serves = |n: &NodeId| {
-            self.membership.record(*n).is_some_and(|r| r.models.iter().any(|m| m.model == *model))
-        };
+        let serves =
+            |n: &NodeId| self.membership.record(*n).is_some_and(|r| r.models.iter().any(|m| m.model == *model));
         self.membership.live().into_iter().filter(serves).collect()
     }
 

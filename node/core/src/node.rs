@@ -97,8 +97,7 @@ impl NodeCore {
         verifier: Arc<dyn Verifier>,
         shutdown: CancellationToken,
     ) -> Result<Arc<Self>, crate::consensus::GroupError> {
-        let membership =
-            Membership::start(
+        let membership = Membership::start(
             transport.clone(),
             verifier.clone(),
             config.membership,
@@ -108,15 +107,16 @@ impl NodeCore {
         );
         let models = Models::new(transport.clone(), membership.clone());
         let blobs = Blobs::new(store.clone(), transport.clone());
-        let rollouts = Rollouts::start(
-            store.clone(),
+        let rollouts =
+            Rollouts::start(store.clone(), transport.clone(), membership.clone(), verifier.clone(), shutdown.clone());
+        let groups = Groups::start(
             transport.clone(),
+            store.clone(),
             membership.clone(),
-            verifier.clone(),
+            config.groups,
+            config.seed,
             shutdown.clone(),
         );
-        let groups =
-            Groups::start(transport.clone(), store.clone(), membership.clone(), config.groups, config.seed, shutdown.clone());
         let hosting = Hosting::new(blobs.clone(), signer.clone(), config.trainer.device.clone(), config.inference);
         let context = LeaderContext {
             transport: transport.clone(),
@@ -340,8 +340,7 @@ impl NodeCore {
     }
 
     fn publish_models(&self) {
-        let desks: Vec<ModelName> =
-            self.desks.lock().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect();
+        let desks: Vec<ModelName> = self.desks.lock().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect();
         for model in desks {
             let (Some(view), Some(state)) = (self.groups.leadership(&model), self.groups.state(&model)) else {
                 continue;

@@ -152,9 +152,9 @@ impl Rollouts {
             let record = Acknowledged { id, job, holders: record };
             acknowledged::record_acknowledged(&*store, &[record], Durability::Buffered)
         })
-            .await
-            .map_err(|e| ReplicateError::Store(e.to_string()))?
-            .map_err(|e| ReplicateError::Store(e.to_string()))?;
+        .await
+        .map_err(|e| ReplicateError::Store(e.to_string()))?
+        .map_err(|e| ReplicateError::Store(e.to_string()))?;
         // A full queue drops the announcement, not the rollout: leaders also list what holders have.
         let _ = self.announce.try_send((model.clone(), RolloutAnnouncement { id, job, holders: held.clone() }));
         Ok(held)
@@ -291,10 +291,8 @@ impl Rollouts {
 }
 
 async fn ask(transport: &SharedTransport, holder: NodeId, call: &RolloutCall) -> Result<RolloutReply, String> {
-    let body = transport
-        .call(holder, Service::Rollouts, encode(call).into(), CALL_LIMIT)
-        .await
-        .map_err(|e| e.to_string())?;
+    let body =
+        transport.call(holder, Service::Rollouts, encode(call).into(), CALL_LIMIT).await.map_err(|e| e.to_string())?;
     decode("rollout reply", &body, CALL_LEN_BYTES_MAX).map_err(|e| e.to_string())
 }
 

@@ -135,7 +135,11 @@ impl LlamaConfig {
             }
         }
         if self.max_position_embeddings > POSITIONS_MAX {
-            return Err(field("max_position_embeddings", format!("at most {POSITIONS_MAX}"), self.max_position_embeddings));
+            return Err(field(
+                "max_position_embeddings",
+                format!("at most {POSITIONS_MAX}"),
+                self.max_position_embeddings,
+            ));
         }
         if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
             let expected = format!("a divisor of num_attention_heads = {}", self.num_attention_heads);

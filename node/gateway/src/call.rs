@@ -116,7 +116,8 @@ impl Call {
             Caller::Episode(e) => {
                 let a = &e.assignment;
                 if request.model != a.model.as_str() {
-                    let message = format!("`model`: this episode's model is {:?}, got {:?}", a.model.as_str(), request.model);
+                    let message =
+                        format!("`model`: this episode's model is {:?}, got {:?}", a.model.as_str(), request.model);
                     let error = ApiError::field("model_not_found", "model", message);
                     return Err(ApiError { status: StatusCode::NOT_FOUND, ..error });
                 }

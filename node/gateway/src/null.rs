@@ -222,7 +222,8 @@ impl Stream for NullFrames {
         if this.sent < this.tokens.len() && keep > this.sent {
             let to = (this.sent + this.per_frame).min(this.tokens.len());
             let top: Vec<(u32, f32)> = (0..u32::from(this.request.top_logprobs)).map(|i| (i, -1.0)).collect();
-            let frame = |&id: &u32| TokenFrame { id, logprob: NULL_LOGPROB, version: PolicyVersion(1), top: top.clone() };
+            let frame =
+                |&id: &u32| TokenFrame { id, logprob: NULL_LOGPROB, version: PolicyVersion(1), top: top.clone() };
             let frames = this.tokens[this.sent..to].iter().map(frame).collect();
             this.sent = to;
             return Poll::Ready(Some(Ok(GenerateFrame::Tokens(frames))));
@@ -231,8 +232,7 @@ impl Stream for NullFrames {
         let n = this.tokens.len().min(keep);
         let finish = if keep < usize::MAX && n == keep { FinishReason::Stop } else { this.finish };
         let (logprobs, versions) = (vec![NULL_LOGPROB; n], vec![PolicyVersion(1); n]);
-        let body =
-            receipt_body(&this.request.model, &this.request.prompt, &this.tokens[..n], &logprobs, &versions);
+        let body = receipt_body(&this.request.model, &this.request.prompt, &this.tokens[..n], &logprobs, &versions);
         let receipt = Receipt { signature: Signature::new(&*this.signer, Domain::Receipt, &body) };
         Poll::Ready(Some(Ok(GenerateFrame::End { finish, receipt })))
     }

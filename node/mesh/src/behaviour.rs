@@ -4,6 +4,7 @@ use crate::config::{MeshConfig, Names};
 use crate::error::MeshError;
 use crate::shared::Shared;
 use crate::substreams;
+use libp2p::core::transport::dummy::DummyTransport;
 use libp2p::gossipsub::{
     self, AllowAllSubscriptionFilter, IdentityTransform, MaxCountSubscriptionFilter, MessageAuthenticity,
     PeerScoreParams, PeerScoreThresholds, TopicScoreParams, ValidationMode,
@@ -11,10 +12,9 @@ use libp2p::gossipsub::{
 use libp2p::kad::{self, store::MemoryStore};
 use libp2p::swarm::NetworkBehaviour;
 use libp2p::swarm::behaviour::toggle::Toggle;
-use libp2p::core::transport::dummy::DummyTransport;
+use libp2p::{Swarm, SwarmBuilder};
 use libp2p::{allow_block_list, autonat, connection_limits, dcutr, dns, identify, mdns, ping, relay};
 use libp2p::{identity::Keypair, noise, quic, tcp, yamux};
-use libp2p::{Swarm, SwarmBuilder};
 use starling_protocol::wire::GOSSIP_LEN_BYTES_MAX;
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +26,8 @@ const TOPICS_PER_PEER_MAX: usize = 1024;
 /// gossipsub's envelope around a message: key, signature, topic, sequence number.
 const GOSSIP_ENVELOPE_BYTES: usize = 1 << 10;
 
-pub(crate) type Gossip = gossipsub::Behaviour<IdentityTransform, MaxCountSubscriptionFilter<AllowAllSubscriptionFilter>>;
+pub(crate) type Gossip =
+    gossipsub::Behaviour<IdentityTransform, MaxCountSubscriptionFilter<AllowAllSubscriptionFilter>>;
 
 #[derive(NetworkBehaviour)]
 pub(crate) struct Behaviour {
@@ -166,8 +167,11 @@ fn gossip(key: &Keypair, names: &Names) -> Result<Gossip, Box<dyn std::error::Er
         .history_length(10)
         .history_gossip(5)
         .build()?;
-    let filter =
-        MaxCountSubscriptionFilter { filter: AllowAllSubscriptionFilter {}, max_subscribed_topics: TOPICS_PER_PEER_MAX, max_subscriptions_per_request: TOPICS_PER_PEER_MAX };
+    let filter = MaxCountSubscriptionFilter {
+        filter: AllowAllSubscriptionFilter {},
+        max_subscribed_topics: TOPICS_PER_PEER_MAX,
+        max_subscriptions_per_request: TOPICS_PER_PEER_MAX,
+    };
     let authenticity = MessageAuthenticity::Signed(key.clone());
     let mut gossip = Gossip::new_with_subscription_filter(authenticity, config, filter)?;
     let params = PeerScoreParams {

@@ -138,7 +138,8 @@ async fn serve_all(shared: &Shared, peer: NodeId, io: &Duplex) -> io::Result<()>
         match answer {
             Ok(body) if body.len() <= CALL_LEN_BYTES_MAX => io.write(&call_header(body.len(), OK), &body).await?,
             Ok(body) => {
-                let why = format!("the answer would have {} bytes, at most {CALL_LEN_BYTES_MAX} are allowed", body.len());
+                let why =
+                    format!("the answer would have {} bytes, at most {CALL_LEN_BYTES_MAX} are allowed", body.len());
                 tracing::error!(peer = %peer.short(), ?service, "{why}");
                 reply_reason(io, UNAVAILABLE, &why).await?;
             }

@@ -100,10 +100,10 @@ impl Driver {
 
     fn listen(&mut self, config: &MeshConfig) -> Result<(), MeshError> {
         for address in &config.listen {
-            let id = self.swarm.listen_on(address.clone()).map_err(|e| MeshError::Listen {
-                address: address.clone(),
-                reason: plain(&e),
-            })?;
+            let id = self
+                .swarm
+                .listen_on(address.clone())
+                .map_err(|e| MeshError::Listen { address: address.clone(), reason: plain(&e) })?;
             self.starting.insert(id, address.clone());
         }
         for address in &config.external {

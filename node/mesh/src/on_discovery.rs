@@ -50,9 +50,8 @@ impl Driver {
         match event {
             kad::Event::OutboundQueryProgressed { id, result: QueryResult::GetClosestPeers(result), step, .. } => {
                 let peers = match result {
-                    Ok(kad::GetClosestPeersOk { peers, .. }) | Err(kad::GetClosestPeersError::Timeout { peers, .. }) => {
-                        peers
-                    }
+                    Ok(kad::GetClosestPeersOk { peers, .. })
+                    | Err(kad::GetClosestPeersError::Timeout { peers, .. }) => peers,
                 };
                 let wanted = self.discovery.searches.get(&id).copied();
                 let mut found = Vec::new();

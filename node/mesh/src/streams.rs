@@ -45,10 +45,8 @@ pub(crate) fn open_local(shared: &Arc<Shared>) -> Result<FrameStream, CallError>
     let logic = shared.logic().map_err(|e| CallError::Failed { peer, reason: e.to_string() })?;
     let (to_server, from_client) = mpsc::channel(LOCAL_BOUND);
     let (to_client, from_server) = mpsc::channel(LOCAL_BOUND);
-    let half = |send, recv| FrameStream {
-        send: Box::new(LocalSend { peer, send }),
-        recv: Box::new(LocalRecv { recv }),
-    };
+    let half =
+        |send, recv| FrameStream { send: Box::new(LocalSend { peer, send }), recv: Box::new(LocalRecv { recv }) };
     let theirs = half(to_client, from_client);
     shared.spawn(async move { logic.on_generate(peer, theirs).await });
     Ok(half(to_server, from_server))

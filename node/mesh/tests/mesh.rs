@@ -106,7 +106,8 @@ async fn a_node_that_serves_nothing_yet_says_so() {
     let logic = Arc::new(common::Logic::default());
     assert!(a.serve(logic.clone()));
     assert!(!a.serve(logic.clone()), "only once");
-    until("the logic learns of the connection made before", || !logic.seen.lock().unwrap().connections.is_empty()).await;
+    until("the logic learns of the connection made before", || !logic.seen.lock().unwrap().connections.is_empty())
+        .await;
     assert!(b.mesh.call(a.local(), Service::Swim, Bytes::new(), LIMIT).await.is_ok());
     a.shutdown().await;
     assert_eq!(a.call(b.id(), Service::Swim, Bytes::new(), LIMIT).await, Err(CallError::Closed));
@@ -214,7 +215,12 @@ async fn gossip_reaches_all_over_each_transport() {
             }
             for node in others() {
                 let seen = node.logic.seen.lock().unwrap();
-                assert!(seen.gossip.iter().filter(|g| g.2.starts_with(format!("{i} ").as_bytes())).all(|g| g.0 == author.id() && g.1 == topic));
+                assert!(
+                    seen.gossip
+                        .iter()
+                        .filter(|g| g.2.starts_with(format!("{i} ").as_bytes()))
+                        .all(|g| g.0 == author.id() && g.1 == topic)
+                );
             }
         }
         stop(nodes).await;

@@ -20,8 +20,7 @@ fn cpu() -> Duration {
         usage
     };
     let time = |t: libc::timeval| {
-        Duration::from_secs(u64::try_from(t.tv_sec).unwrap())
-            + Duration::from_micros(u64::try_from(t.tv_usec).unwrap())
+        Duration::from_secs(u64::try_from(t.tv_sec).unwrap()) + Duration::from_micros(u64::try_from(t.tv_usec).unwrap())
     };
     time(usage.ru_utime) + time(usage.ru_stime)
 }

@@ -1,11 +1,73 @@
-//! `starling bench`.
+//! `starling bench`: what this machine does, beside what it could do at best. How to read it: `docs/benchmarks.md`.
 
-use crate::cli::BenchArgs;
+mod engine;
+mod episodes;
+mod gateway;
+mod http;
+mod load;
+mod machine;
+mod replication;
+mod report;
+mod trio;
 
-/// Runs a benchmark.
+use crate::cli::{BenchArgs, BenchName};
+use crate::{BadInput, print};
+use machine::Machine;
+use report::{Report, Row};
+
+/// Most runs of a measurement: 50 of the slowest one take five minutes.
+const RUNS_MAX: usize = 50;
+
+const ALL: [BenchName; 5] =
+    [BenchName::Episodes, BenchName::Gateway, BenchName::Replication, BenchName::Generation, BenchName::Training];
+
+/// Runs a benchmark, or all of them one after the other, and prints medians.
 ///
 /// # Errors
-/// When what it measures fails.
-pub async fn bench(_args: &BenchArgs, _json: bool) -> anyhow::Result<()> {
-    Ok(())
+/// When what it measures fails, or `--runs` is out of range.
+pub async fn bench(args: &BenchArgs, json: bool) -> anyhow::Result<()> {
+    if !(1..=RUNS_MAX).contains(&args.runs) {
+        return Err(BadInput::wrap(anyhow::anyhow!("--runs: expected 1 to {RUNS_MAX}, got {}", args.runs)));
+    }
+    let names = if args.name == BenchName::All { ALL.to_vec() } else { vec![args.name] };
+    let machine = Machine::probe();
+    let mut reports = Vec::with_capacity(names.len());
+    for name in names {
+        let bench = text_of(name);
+        tracing::info!(bench, runs = args.runs, "measuring");
+        let rows = Box::pin(measure(name, args.runs)).await?;
+        let report = Report { bench, machine: machine.clone(), rows };
+        if !json {
+            // One table at a time: people see what is done.
+            print(false, &report, || report.table())?;
+        }
+        reports.push(report);
+    }
+    match reports.as_slice() {
+        _ if !json => Ok(()),
+        [one] => print(true, one, String::new),
+        all => print(true, &all, String::new),
+    }
+}
+
+fn text_of(name: BenchName) -> &'static str {
+    match name {
+        BenchName::Episodes => "episodes",
+        BenchName::Gateway => "gateway",
+        BenchName::Replication => "replication",
+        BenchName::Generation => "generation",
+        BenchName::Training => "training",
+        BenchName::All => "all",
+    }
+}
+
+async fn measure(name: BenchName, runs: usize) -> anyhow::Result<Vec<Row>> {
+    match name {
+        BenchName::Episodes => episodes::measure(runs).await,
+        BenchName::Gateway => gateway::measure(runs).await,
+        BenchName::Replication => replication::measure(runs).await,
+        BenchName::Generation => tokio::task::block_in_place(|| engine::generation(runs)),
+        BenchName::Training => tokio::task::block_in_place(|| engine::training(runs)),
+        BenchName::All => Ok(Vec::new()), // taken apart by the caller
+    }
 }

@@ -109,7 +109,12 @@ pub async fn list(client: &AdminClient, json: bool) -> anyhow::Result<()> {
             for s in m["steps"].as_array().into_iter().flatten() {
                 let hash = s["weights"].as_str().unwrap_or_default();
                 let name = m["model"].as_str().unwrap_or_default();
-                lines.push(format!("{name}  version {:>5}  term {:>3}  weights {}", s["version"], s["term"], &hash[..hash.len().min(16)]));
+                lines.push(format!(
+                    "{name}  version {:>5}  term {:>3}  weights {}",
+                    s["version"],
+                    s["term"],
+                    &hash[..hash.len().min(16)]
+                ));
             }
         }
         if lines.is_empty() { "no committed steps in this node's store".into() } else { lines.join("\n") }

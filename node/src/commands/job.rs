@@ -49,7 +49,14 @@ pub async fn list(client: &AdminClient, json: bool) -> anyhow::Result<()> {
         let line = |j: &Value| {
             let end = j["end"].as_str().unwrap_or("running");
             let text = |k: &str| j[k].as_str().unwrap_or("-").to_owned();
-            format!("{}  {:<20} {:<20} {:>5}/{:<5} {end}", text("job"), text("name"), text("model"), j["steps"], j["of"])
+            format!(
+                "{}  {:<20} {:<20} {:>5}/{:<5} {end}",
+                text("job"),
+                text("name"),
+                text("model"),
+                j["steps"],
+                j["of"]
+            )
         };
         if jobs.is_empty() { "no jobs".into() } else { jobs.iter().map(line).collect::<Vec<_>>().join("\n") }
     })

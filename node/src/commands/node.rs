@@ -40,7 +40,13 @@ pub async fn list(client: &AdminClient, json: bool) -> anyhow::Result<()> {
                 parts.collect::<Vec<_>>().join(",")
             };
             let id = r["node"].as_str().unwrap_or_default();
-            let state = if n["self"] == true { "this" } else if n["live"] == true { "live" } else { "gone" };
+            let state = if n["self"] == true {
+                "this"
+            } else if n["live"] == true {
+                "live"
+            } else {
+                "gone"
+            };
             format!("{}  {state}  {:<14} {}", &id[..id.len().min(16)], join("roles"), join("addresses"))
         };
         v["nodes"].as_array().into_iter().flatten().map(line).collect::<Vec<_>>().join("\n")

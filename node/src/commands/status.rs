@@ -30,7 +30,10 @@ pub async fn status(client: &AdminClient, json: bool) -> anyhow::Result<()> {
         }
         if !v["agents"].is_null() {
             let a = &v["agents"];
-            out.push_str(&format!("agents    {} running, {} ended, aborted {}\n", a["running"], a["ended"], a["aborted"]));
+            out.push_str(&format!(
+                "agents    {} running, {} ended, aborted {}\n",
+                a["running"], a["ended"], a["aborted"]
+            ));
         }
         for d in list("doing") {
             out.push_str(&format!("now       {}\n", d.as_str().unwrap_or_default()));

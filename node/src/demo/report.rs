@@ -66,7 +66,10 @@ impl Summary {
             }
         };
         promise(audit.lost.is_empty(), format!("{} acknowledged rollouts are lost", audit.lost.len()));
-        promise(audit.consumed_twice.is_empty(), format!("{} rollouts were consumed twice", audit.consumed_twice.len()));
+        promise(
+            audit.consumed_twice.is_empty(),
+            format!("{} rollouts were consumed twice", audit.consumed_twice.len()),
+        );
         promise(audit.forked_versions.is_empty(), format!("{} versions exist twice", audit.forked_versions.len()));
         promise(audit.corrupt.is_empty(), format!("{} stored values do not match their hash", audit.corrupt.len()));
         promise(watch.steps() >= steps_wanted, format!("{} of {steps_wanted} steps were committed", watch.steps()));
@@ -183,7 +186,11 @@ fn curve_svg(curve: &[Point]) -> String {
         let points: Vec<(f64, f64)> =
             curve.iter().filter_map(|p| p.reward.get(*set).map(|r| (x(p.version), y(*r)))).collect();
         let line: Vec<String> = points.iter().map(|(a, b)| format!("{a:.1},{b:.1}")).collect();
-        let _ = writeln!(out, "<polyline fill=\"none\" stroke=\"{color}\" stroke-width=\"2\" points=\"{}\"/>", line.join(" "));
+        let _ = writeln!(
+            out,
+            "<polyline fill=\"none\" stroke=\"{color}\" stroke-width=\"2\" points=\"{}\"/>",
+            line.join(" ")
+        );
         if let Some((_, b)) = points.last() {
             ends.push((*b, set, color));
         }
@@ -191,7 +198,11 @@ fn curve_svg(curve: &[Point]) -> String {
     ends.sort_by(|a, b| a.0.total_cmp(&b.0));
     for (b, set, color) in ends {
         label_y = (b + 4.0).max(label_y + 15.0);
-        let _ = writeln!(out, "<text x=\"{:.1}\" y=\"{label_y:.1}\" fill=\"{color}\" font-weight=\"600\">{set}</text>", x(last) + 8.0);
+        let _ = writeln!(
+            out,
+            "<text x=\"{:.1}\" y=\"{label_y:.1}\" fill=\"{color}\" font-weight=\"600\">{set}</text>",
+            x(last) + 8.0
+        );
     }
     let _ = writeln!(
         out,

@@ -2,8 +2,8 @@
 
 use super::mesh::Demo;
 use serde_json::Value;
-use starling_protocol::control::{EvalScore, EvaluationCompleted};
 use starling_protocol::assignment::EvalPhase;
+use starling_protocol::control::{EvalScore, EvaluationCompleted};
 use starling_protocol::{ModelName, NodeId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;

@@ -88,8 +88,7 @@ impl Exercise {
             }
         }
         let (second, _) = &self.calls[1];
-        let places: Vec<usize> =
-            second.char_indices().filter(|(_, c)| c.is_ascii_digit()).map(|(i, _)| i).collect();
+        let places: Vec<usize> = second.char_indices().filter(|(_, c)| c.is_ascii_digit()).map(|(i, _)| i).collect();
         let at = places[rng.random_range(0..places.len())];
         let digit = char::from(b"123456789"[rng.random_range(0..9)]);
         let mistyped = format!("{}{digit}{}", &second[..at], &second[at + 1..]);
@@ -179,8 +178,7 @@ impl Exercises {
         let heldout_sums = read("sums/heldout.jsonl", Exercise::sum)?;
         let heldout_calculator = read("calculator/heldout.jsonl", Exercise::calculator)?;
         let calculator = read("calculator/train.jsonl", Exercise::calculator)?;
-        let heldout_questions =
-            heldout_sums.iter().chain(&heldout_calculator).map(|e| e.question.clone()).collect();
+        let heldout_questions = heldout_sums.iter().chain(&heldout_calculator).map(|e| e.question.clone()).collect();
         Ok(Self { heldout_sums, heldout_calculator, calculator, heldout_questions })
     }
 

@@ -20,17 +20,20 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 /// Optimizer steps when none are asked for.
-const STEPS: u64 = 1500;
+const STEPS: u64 = 2200;
 /// Transcripts in a step.
 const BATCH: usize = 128;
 /// Peak learning rate, reached after [`WARMUP`] steps and lowered along a cosine to a tenth.
 const LEARNING_RATE: f64 = 3e-3;
 const WARMUP: f64 = 100.0;
 /// Share of calculator transcripts; the rest are sums, which take longer to learn.
-const CALCULATOR_SHARE: f64 = 0.3;
+const CALCULATOR_SHARE: f64 = 0.25;
 
-/// Share of transcripts in which the teacher slips.
+/// Share of transcripts in which the teacher slips, once it does: first the model learns how it is done, then it
+/// sees how people do it.
 const SLIPS: f64 = 0.4;
+/// The teacher is careful for this share of the steps.
+const CAREFUL: f64 = 0.86;
 
 /// About 0.9 million parameters.
 #[must_use]
@@ -86,15 +89,17 @@ pub fn pretrain(args: &PretrainArgs, json: bool) -> anyhow::Result<()> {
     let mut loss = 0.0;
     for step in 0..steps {
         trainer.set_learning_rate(LEARNING_RATE * schedule(step, steps));
+        let slips = if (step as f64) < CAREFUL * steps as f64 { 0.0 } else { SLIPS };
         let batch: Vec<Sample> =
-            (0..BATCH).map(|_| exercises.draw(&mut rng, CALCULATOR_SHARE, SLIPS).sample()).collect();
+            (0..BATCH).map(|_| exercises.draw(&mut rng, CALCULATOR_SHARE, slips).sample()).collect();
         loss = trainer.supervised_step(&batch)?.loss;
         if (step + 1) % 100 == 0 {
             tracing::info!(step = step + 1, of = steps, loss, seconds = started.elapsed().as_secs(), "pretraining");
         }
     }
     let weights = trainer.weights()?;
-    let rewards = if args.evaluate { score::heldout(&cfg, &weights, &exercises, args.threads)? } else { BTreeMap::new() };
+    let rewards =
+        if args.evaluate { score::heldout(&cfg, &weights, &exercises, args.threads)? } else { BTreeMap::new() };
     let parameters = cfg.parameter_count();
     std::fs::create_dir_all(&args.out).with_context(|| format!("cannot make {}", args.out.display()))?;
     Checkpoint { config: cfg, weights, files: files() }.save(&args.out, SaveDtype::F32)?;

@@ -74,8 +74,7 @@ fn mean_reward(engine: &InferenceEngine, set: &[Exercise], temperature: f32) -> 
         for (at, ids, finish) in answers {
             finish?;
             let ended = ids.last() == Some(&END);
-            let text: String =
-                ids.iter().filter_map(|i| u8::try_from(*i).ok()).map(char::from).collect();
+            let text: String = ids.iter().filter_map(|i| u8::try_from(*i).ok()).map(char::from).collect();
             if ids.first() == Some(&CALL) && ended {
                 let x = text.strip_prefix("calc{\"x\":\"").and_then(|t| t.strip_suffix("\"}"));
                 let result = x.and_then(calculate).map_or_else(|| "error".to_owned(), |r| r.to_string());

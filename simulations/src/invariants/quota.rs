@@ -5,6 +5,9 @@ use crate::world::World;
 /// from its predecessors, which were admitted under their quota.
 pub(super) fn check(w: &World) -> Result<(), Violation> {
     let Some(ledger) = w.ledger() else { return Ok(()) };
-    let (have, max) = (ledger.accepted() + ledger.running(), ledger.quota() + ledger.adopted_groups() * u64::from(w.spec().group_size));
+    let (have, max) = (
+        ledger.accepted() + ledger.running(),
+        ledger.quota() + ledger.adopted_groups() * u64::from(w.spec().group_size),
+    );
     if have > max { Err(format!("{have} episodes accepted and running, at most {max}")) } else { Ok(()) }
 }

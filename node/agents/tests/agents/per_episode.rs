@@ -50,11 +50,11 @@ async fn reward_and_metrics_of_the_last_json_line_reach_the_host() {
 #[tokio::test]
 async fn many_episodes_run_in_their_slots_and_each_ends_once() {
     let body = r#"read -r task; answer=${task##*answer\":\"}; echo "{\"reward\": ${answer%%\"*}}""#;
-    let run = Run::start(PerEpisode, body, (1..=100).map(episode), |c| c.slots = 8);
-    run.host.until("100 ends", |b| b.ended.len() == 100).await;
+    let run = Run::start(PerEpisode, body, (1..=50).map(episode), |c| c.slots = 8);
+    run.host.until("50 ends", |b| b.ended.len() == 50).await;
     let (stats, host) = run.stop().await;
-    assert_eq!((stats.started, stats.ended, stats.running, stats.ending), (100, 100, 0, 0));
-    for n in 1..=100 {
+    assert_eq!((stats.started, stats.ended, stats.running, stats.ending), (50, 50, 0, 0));
+    for n in 1..=50 {
         assert_eq!(host.books().ended[&id(n)].0.to_string(), n.to_string());
     }
     let first = host.books().claims[0].1;
@@ -102,13 +102,13 @@ async fn a_program_that_hangs_is_killed_at_the_limit_with_all_its_children() {
 
 #[tokio::test]
 async fn a_flood_costs_its_own_episode_only() {
-    let limit = |c: &mut RunnerConfig| c.stdout_len_bytes_max = 1 << 20;
+    let limit = |c: &mut RunnerConfig| c.stdout_len_bytes_max = 1 << 17;
     for body in ["yes", "yes | tr -d '\\n'", "yes '{\"reward\": 1}'"] {
         let cause = cause_of_abort(body, limit).await;
-        assert_eq!(cause, "agent wrote more than 1048576 bytes to its standard output in one episode");
+        assert_eq!(cause, "agent wrote more than 131072 bytes to its standard output in one episode");
     }
     // A flood of standard error is read and forgotten.
-    let body = "yes error | head -c 5000000 >&2; echo '{\"reward\": 1}'";
+    let body = "yes error | head -c 1000000 >&2; echo '{\"reward\": 1}'";
     let run = Run::start(PerEpisode, body, [episode(1)], limit);
     run.host.until("an end", |b| b.ended.len() == 1).await;
     run.stop().await;

@@ -4,12 +4,12 @@ use super::trainer::{Stepped, TrainerThread, samples_of};
 use super::{Desk, Open};
 use crate::consensus::ProposeError;
 use starling_engine::StepReport;
+use starling_protocol::Term;
 use starling_protocol::control::{Applied, ControlEntry, JobEnd, JobState, ModelState, StepCommitted, StepMetrics};
 use starling_protocol::ledger::{Admission, Ledger, LoadedTasks, TrainingBatch};
 use starling_protocol::manifest::Manifest;
 use starling_protocol::task::{Task, read_task_set};
 use starling_protocol::wire::RolloutAnnouncement;
-use starling_protocol::Term;
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::sync::{Arc, PoisonError};
@@ -73,7 +73,11 @@ pub(super) async fn lead(desk: Arc<Desk>, mut intake: mpsc::Receiver<RolloutAnno
 }
 
 /// Runs the model's jobs one after another. Returns on an error that the next start of the term may not have.
-async fn run_term(desk: &Arc<Desk>, term: Term, intake: &mut mpsc::Receiver<RolloutAnnouncement>) -> Result<(), String> {
+async fn run_term(
+    desk: &Arc<Desk>,
+    term: Term,
+    intake: &mut mpsc::Receiver<RolloutAnnouncement>,
+) -> Result<(), String> {
     desk.doing("catching up with the log");
     desk.context.groups.linearizable_barrier(&desk.model).await.map_err(|e| e.to_string())?;
     let mut states = desk.context.groups.state(&desk.model).ok_or("the group is closed")?;
@@ -383,4 +387,3 @@ async fn load_config(desk: &Desk, state: &ModelState) -> Result<starling_engine:
     let bytes = desk.context.blobs.fetch(m, &sources).await.map_err(|e| e.to_string())?;
     starling_engine::LlamaConfig::from_json(&bytes).map_err(|e| e.to_string())
 }
-

@@ -5,7 +5,7 @@ use super::attention_grad::{packed_backward, packed_forward};
 use super::logprob::{logprob_entropy, logprob_entropy_grad};
 use super::matmul::{Lhs, Packed};
 use super::rope::RopeTable;
-use super::{elementwise, norm};
+use super::{at_every_level, elementwise, norm};
 
 /// A smooth, varied input.
 fn wave(len: usize, phase: f32) -> Vec<f32> {
@@ -112,4 +112,32 @@ fn rotated_attention_has_the_gradient_of_its_forward_over_packed_sequences() {
             y
         });
     }
+}
+
+#[test]
+fn every_instruction_set_computes_the_same_within_rounding() {
+    let shape = AttentionShape { heads: 2, kv_heads: 1, head_dim: 24 };
+    let rope = RopeTable::new(24, 10_000.0, 32);
+    let run = || {
+        let mut out = Vec::new();
+        let x = wave(20 * shape.qkv_len(), 0.3);
+        let mut y = vec![0f32; 20 * shape.q_len()];
+        packed_forward(&x, &[0, 3, 20], shape, &rope, &mut y);
+        let mut dx = vec![0f32; x.len()];
+        packed_backward(&x, &y, &[0, 3, 20], shape, &rope, &mut dx);
+        // Rows of 48, products of 20 x 48 x 70: whole and partial tiles.
+        let mut product = vec![0f32; 20 * 70];
+        Packed::from_weight(&wave(70 * 48, 0.2), 70, 48).mul(Lhs::rows(&y, 48), &mut product, false);
+        let mut transposed = vec![1f32; 48 * 70];
+        Packed::from_rows(&product, 20, 70).mul(Lhs::transposed(&y, 48), &mut transposed, true);
+        let (logprob, entropy) = logprob_entropy(&product[..70], 3);
+        out.extend(y.into_iter().chain(dx).chain(product).chain(transposed).chain([logprob, entropy]));
+        out
+    };
+    let best = run();
+    at_every_level(|level| {
+        for (i, (a, b)) in run().iter().zip(&best).enumerate() {
+            assert!((a - b).abs() <= 2e-5 * b.abs().max(1.0), "{level:?}, value {i}: {a} against {b}");
+        }
+    });
 }

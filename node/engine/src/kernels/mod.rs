@@ -28,9 +28,34 @@ pub(crate) enum SimdLevel {
     Avx512,
 }
 
+#[cfg(test)]
+thread_local! {
+    /// A lower level that a test asks for, on its own thread.
+    static FORCED: std::cell::Cell<Option<SimdLevel>> = const { std::cell::Cell::new(None) };
+}
+
+/// Runs `f` once for every instruction set that this processor has.
+#[cfg(test)]
+pub(crate) fn at_every_level(mut f: impl FnMut(SimdLevel)) {
+    let best = simd_level();
+    let mut levels = vec![SimdLevel::Baseline];
+    #[cfg(target_arch = "x86_64")]
+    levels.extend([SimdLevel::Avx2, SimdLevel::Avx512].into_iter().filter(|l| *l == best || best == SimdLevel::Avx512));
+    for level in levels {
+        FORCED.with(|c| c.set(Some(level)));
+        f(level);
+    }
+    FORCED.with(|c| c.set(None));
+    assert_eq!(simd_level(), best);
+}
+
 /// The best instruction set of this processor, probed once.
 #[inline]
 pub(crate) fn simd_level() -> SimdLevel {
+    #[cfg(test)]
+    if let Some(level) = FORCED.with(std::cell::Cell::get) {
+        return level;
+    }
     #[cfg(target_arch = "x86_64")]
     {
         static LEVEL: std::sync::OnceLock<SimdLevel> = std::sync::OnceLock::new();

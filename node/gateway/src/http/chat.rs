@@ -31,7 +31,11 @@ pub(super) async fn complete(
     }
     let permit = Arc::clone(&gateway.0.in_flight).try_acquire_owned().map_err(|_| {
         let max = gateway.0.config.in_flight_max;
-        ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_calls", format!("{max} calls are being answered already"))
+        ApiError::new(
+            StatusCode::TOO_MANY_REQUESTS,
+            "too_many_calls",
+            format!("{max} calls are being answered already"),
+        )
     })?;
     let body = gateway.body(body).await?;
     let request = ChatRequest::parse(&body)?;
@@ -142,8 +146,7 @@ impl EventStream {
             answer.shown_content = answer.content.len();
             answer.shown_calls = answer.calls.len();
             answer.shown = true;
-            let mut logprobs =
-                self.call.options.logprobs.then_some(Logprobs { content: &tokens, refusal: None });
+            let mut logprobs = self.call.options.logprobs.then_some(Logprobs { content: &tokens, refusal: None });
             if let Some(content) = &content {
                 let delta = Delta { content: Some(content), ..Delta::default() };
                 self.chunk(&[ChunkChoice { index, delta, logprobs: logprobs.take(), finish_reason: None }], None);

@@ -23,11 +23,7 @@ impl ApiError {
     }
 
     /// 400, about one field.
-    pub(crate) fn field(
-        code: &'static str,
-        param: impl Into<Cow<'static, str>>,
-        message: impl Into<String>,
-    ) -> Self {
+    pub(crate) fn field(code: &'static str, param: impl Into<Cow<'static, str>>, message: impl Into<String>) -> Self {
         let param = Some(param.into());
         Self { status: StatusCode::BAD_REQUEST, code, message: message.into(), param }
     }
@@ -131,10 +127,9 @@ impl From<BeginError> for ApiError {
             BeginError::Claim(ClaimError::Wait(reason)) => {
                 Self::new(StatusCode::SERVICE_UNAVAILABLE, "no_work", reason)
             }
-            BeginError::Claim(e @ ClaimError::NoModel(_)) => Self {
-                status: StatusCode::NOT_FOUND,
-                ..Self::field("model_not_found", "model", e.to_string())
-            },
+            BeginError::Claim(e @ ClaimError::NoModel(_)) => {
+                Self { status: StatusCode::NOT_FOUND, ..Self::field("model_not_found", "model", e.to_string()) }
+            }
             BeginError::Claim(e @ ClaimError::NoJob(_)) => {
                 Self { status: StatusCode::NOT_FOUND, ..Self::field("job_not_found", "job", e.to_string()) }
             }
@@ -154,9 +149,7 @@ impl From<EndError> for ApiError {
             EndError::LeaseLost(_) | EndError::Seal(SealError::LeaseLost(_)) => {
                 Self::new(StatusCode::CONFLICT, "lease_lost", message)
             }
-            EndError::Seal(SealError::Storage(_)) => {
-                Self::new(StatusCode::SERVICE_UNAVAILABLE, "not_durable", message)
-            }
+            EndError::Seal(SealError::Storage(_)) => Self::new(StatusCode::SERVICE_UNAVAILABLE, "not_durable", message),
             EndError::Seal(SealError::Invalid(_)) => {
                 Self::new(StatusCode::INTERNAL_SERVER_ERROR, "rollout_invalid", message)
             }

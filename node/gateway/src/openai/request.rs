@@ -405,9 +405,10 @@ impl<'a> Message<'a> {
             let text = &call.function.arguments;
             arguments.push(serde_json::from_str(text).unwrap_or_else(|_| Value::String(text.clone())));
         }
-        let canonical_calls = calls.iter().zip(&arguments).map(|(call, a)| {
-            (Cow::Owned(call.function.name.clone()), Cow::Owned(canonical_arguments(a.clone())))
-        });
+        let canonical_calls = calls
+            .iter()
+            .zip(&arguments)
+            .map(|(call, a)| (Cow::Owned(call.function.name.clone()), Cow::Owned(canonical_arguments(a.clone()))));
         let canonical_calls = canonical_calls.collect();
         let value = TemplateValue::from_serialize(TemplateMessage {
             role: &role,

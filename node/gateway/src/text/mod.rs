@@ -322,8 +322,7 @@ fn template_source(files: &ModelFiles<'_>, config: &Value) -> Result<(String, Op
 }
 
 fn is_byte_level(decoder: &Value) -> bool {
-    decoder["type"] == "ByteLevel"
-        || decoder["decoders"].as_array().is_some_and(|list| list.iter().any(is_byte_level))
+    decoder["type"] == "ByteLevel" || decoder["decoders"].as_array().is_some_and(|list| list.iter().any(is_byte_level))
 }
 
 #[cfg(test)]

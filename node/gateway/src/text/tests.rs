@@ -275,8 +275,13 @@ fn embedded_calls_are_parsed_and_malformed_ones_stay_text() {
     let run = |s: &str| parse(Box::<EmbeddedFormat>::default(), s, true);
     assert_eq!(run("plain {text}"), [text("plain {text}")]);
     assert_eq!(run(r#"<|call|>calc{"x":"12*34"}"#), [call("calc", r#"{"x":"12*34"}"#)]);
-    assert_eq!(run(r#"hm <|call|>a{}<|call|>b{ "k" : 1 }"#), [text("hm "), call("a", "{}"), call("b", r#"{ "k" : 1 }"#)]);
-    for bad in ["<|call|>calc", r#"<|call|>calc{"x":"#, "<|call|>{}", r#"<|call|>calc{"x":1}}"#, "<|call|>a b{}", "<|call|>"] {
+    assert_eq!(
+        run(r#"hm <|call|>a{}<|call|>b{ "k" : 1 }"#),
+        [text("hm "), call("a", "{}"), call("b", r#"{ "k" : 1 }"#)]
+    );
+    for bad in
+        ["<|call|>calc", r#"<|call|>calc{"x":"#, "<|call|>{}", r#"<|call|>calc{"x":1}}"#, "<|call|>a b{}", "<|call|>"]
+    {
         assert_eq!(run(bad), [text(bad)], "{bad}");
     }
     // Cut off at the limit: what looks whole may not be.
@@ -288,7 +293,9 @@ fn hermes_calls_are_parsed_and_malformed_ones_stay_text() {
     let run = |s: &str| parse(Box::<HermesFormat>::default(), s, true);
     assert_eq!(run("a < b <tool"), [text("a < b <tool")]);
     assert_eq!(
-        run("Let me see.\n<tool_call>\n{\"name\": \"calc\", \"arguments\": {\"x\": \"1 + 2\"}}\n</tool_call>\n<tool_call>{\"name\":\"b\",\"arguments\":{}}</tool_call>\n"),
+        run(
+            "Let me see.\n<tool_call>\n{\"name\": \"calc\", \"arguments\": {\"x\": \"1 + 2\"}}\n</tool_call>\n<tool_call>{\"name\":\"b\",\"arguments\":{}}</tool_call>\n"
+        ),
         [text("Let me see.\n"), call("calc", "{\"x\": \"1 + 2\"}"), call("b", "{}")]
     );
     for bad in [

@@ -227,7 +227,11 @@ async fn a_silent_engine_is_given_up() {
 
 #[tokio::test]
 async fn more_calls_than_allowed_are_refused_at_once() {
-    let world = World::with(GatewayConfig { in_flight_max: 0, ..GatewayConfig::default() }, Purpose::Train, Sampling::default());
+    let world = World::with(
+        GatewayConfig { in_flight_max: 0, ..GatewayConfig::default() },
+        Purpose::Train,
+        Sampling::default(),
+    );
     let body = request(json!([user("q")]), json!({})).to_string();
     let (status, answer) = world.send("POST", "/v1/chat/completions", None, &body).await;
     assert_eq!((status.as_u16(), code(&answer)), (429, "too_many_calls"));

@@ -34,7 +34,8 @@ async fn an_episode_with_a_tool_reuses_exact_tokens_and_seals_a_rollout_that_ver
     message["tool_calls"][0]["function"]["arguments"] = json!("{\"x\":\"12*34\"}");
     message["function_call"] = Value::Null;
     messages.push(message);
-    messages.push(json!({ "role": "tool", "tool_call_id": call["id"], "content": [{ "type": "text", "text": "408" }] }));
+    messages
+        .push(json!({ "role": "tool", "tool_call_id": call["id"], "content": [{ "type": "text", "text": "408" }] }));
     let second = agent.ask(json!(messages), json!({ "tools": calc() })).await;
     assert_eq!(second["choices"][0]["message"]["content"], " 408 ");
     assert_eq!(second["choices"][0]["finish_reason"], "stop");

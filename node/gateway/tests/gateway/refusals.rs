@@ -100,16 +100,21 @@ async fn values_out_of_range_are_refused_with_their_field() {
         (json!({ "model": 5 }), "model"),
         (json!({ "tools": [{ "type": "function" }] }), "tools[0].function.name"),
         (json!({ "tools": [{}] }), "tools[0].type"),
-        (json!({ "tools": [{ "type": "function", "function": { "name": "a", "parameters": 1 } }] }), "tools[0].function.parameters"),
+        (
+            json!({ "tools": [{ "type": "function", "function": { "name": "a", "parameters": 1 } }] }),
+            "tools[0].function.parameters",
+        ),
     ] {
         refused(&world, &request(json!([user("q")]), more), (400, "invalid_value", param)).await;
     }
     let strict = json!({ "tools": [{ "type": "function", "function": { "name": "a", "strict": true } }] });
-    refused(&world, &request(json!([user("q")]), strict), (400, "unsupported_parameter", "tools[0].function.strict")).await;
+    refused(&world, &request(json!([user("q")]), strict), (400, "unsupported_parameter", "tools[0].function.strict"))
+        .await;
     let search = json!({ "tools": [{ "type": "web_search" }] });
     refused(&world, &request(json!([user("q")]), search), (400, "unsupported_parameter", "tools[0].type")).await;
     let padded = json!({ "stream": true, "stream_options": { "include_usages": true } });
-    refused(&world, &request(json!([user("q")]), padded), (400, "unknown_parameter", "stream_options.include_usages")).await;
+    refused(&world, &request(json!([user("q")]), padded), (400, "unknown_parameter", "stream_options.include_usages"))
+        .await;
 }
 
 #[tokio::test]
@@ -131,8 +136,16 @@ async fn messages_that_cannot_be_are_refused_with_their_place() {
         (json!({ "role": "tool", "content": "x" }), "missing_required_parameter", "messages[1].tool_call_id"),
         (json!({ "role": "user", "content": "x", "tool_call_id": "c" }), "invalid_value", "messages[1].tool_call_id"),
         (json!({ "role": "user", "content": "x", "tool_calls": call }), "invalid_value", "messages[1].tool_calls"),
-        (json!({ "role": "assistant", "content": "x", "audio": { "id": "a" } }), "unsupported_parameter", "messages[1].audio"),
-        (json!({ "role": "assistant", "content": "x", "refusal": "no" }), "unsupported_parameter", "messages[1].refusal"),
+        (
+            json!({ "role": "assistant", "content": "x", "audio": { "id": "a" } }),
+            "unsupported_parameter",
+            "messages[1].audio",
+        ),
+        (
+            json!({ "role": "assistant", "content": "x", "refusal": "no" }),
+            "unsupported_parameter",
+            "messages[1].refusal",
+        ),
         (
             json!({ "role": "assistant", "tool_calls": [{ "type": "custom", "function": { "name": "f", "arguments": "{}" } }] }),
             "unsupported_parameter",

@@ -1,0 +1,204 @@
+//! Rollouts per second, sealed, sent to two holders and synced there, beside one RocksDB that syncs the same bytes.
+
+use super::http::MODEL;
+use super::load::{Done, Load, alternate};
+use super::report::{Better, Row};
+use super::trio::{REPLICATION, Trio};
+use anyhow::{anyhow, ensure};
+use starling_protocol::assignment::Purpose;
+use starling_protocol::rollout::{FinishReason, Receipt, Rollout, SealedRollout, Timeline, Turn, receipt_body};
+use starling_protocol::signed::{Domain, Signature, Signer};
+use starling_protocol::{EpisodeId, GroupId, JobId, ModelName, PolicyVersion, TaskRef, Term};
+use starling_storage::{Durability, RocksOptions, RocksStore, SharedStore, StoreError, rollouts};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{mpsc, oneshot};
+
+/// Length of an envelope, within a few bytes.
+const ENVELOPE_BYTES: usize = 2048;
+/// Envelopes of one run: 12 MiB.
+const ENVELOPES: u32 = 6000;
+const LOAD: Load = Load { at_once: 256, time_max: Duration::from_secs(3), count_max: ENVELOPES as u64 };
+/// Envelopes that share one fsync of the peer; as many as share one of ours.
+const BATCH_MAX: usize = 128;
+const PEER: &str = "one RocksDB, fsynced in batches";
+
+/// The rows of `replication`.
+///
+/// # Errors
+/// When a rollout is refused, or one that was acknowledged is not on both holders.
+pub(super) async fn measure(runs: usize) -> anyhow::Result<Vec<Row>> {
+    let trio = Trio::start().await?;
+    let model = ModelName::new(MODEL)?;
+    let signer = trio.gateway.identity.clone();
+    let tokens = tokens_for(ENVELOPE_BYTES, &model, &*signer)?;
+    let store: SharedStore = Arc::new(RocksStore::open(trio.dir().join("peer"), &RocksOptions::default())?);
+    let peer = start_writer(store);
+
+    let mut acknowledged = 0;
+    // Each side seals a series of its own: no envelope is ever stored twice.
+    let mut series = 0_u32;
+    let mut next = || {
+        series += 1;
+        tokio::task::block_in_place(|| seal_many(series, tokens, &model, &*signer)).map(Arc::new)
+    };
+    let mut next_peer = {
+        let mut series = u32::MAX / 2;
+        let (model, signer) = (model.clone(), signer.clone());
+        move || {
+            series += 1;
+            tokio::task::block_in_place(|| seal_many(series, tokens, &model, &*signer)).map(Arc::new)
+        }
+    };
+    let ours = async || {
+        let done = replicate(&trio, &model, next()?).await?;
+        acknowledged += done.count;
+        anyhow::Ok(done.per_second())
+    };
+    let (ours, theirs) =
+        alternate(runs, ours, async || Ok(store_in_one(&peer, next_peer()?).await?.per_second())).await?;
+    trio.check_held(JobId::default(), acknowledged).await?;
+    drop(peer);
+    trio.stop().await;
+    let what = "2 KiB rollouts, durable on two holders; 256 at once";
+    Ok(vec![Row::new(what, "rollouts/s", Better::More, &ours, Some((PEER, &theirs)))])
+}
+
+async fn replicate(trio: &Trio, model: &ModelName, sealed: Arc<Vec<SealedRollout>>) -> anyhow::Result<Done> {
+    let (node, model) = (trio.gateway.core.clone(), model.clone());
+    LOAD.run(move |i| {
+        let (node, model, sealed) = (node.clone(), model.clone(), sealed.clone());
+        async move {
+            let one = nth(&sealed, i)?;
+            let need = usize::from(REPLICATION);
+            let holders = node.rollouts().replicate(&model, JobId::default(), one, need).await?;
+            ensure!(holders.len() == need, "only {} nodes hold a rollout", holders.len());
+            Ok(())
+        }
+    })
+    .await
+}
+
+type Put = (SealedRollout, oneshot::Sender<Result<(), StoreError>>);
+
+async fn store_in_one(peer: &mpsc::Sender<Put>, sealed: Arc<Vec<SealedRollout>>) -> anyhow::Result<Done> {
+    let peer = peer.clone();
+    LOAD.run(move |i| {
+        let (peer, sealed) = (peer.clone(), sealed.clone());
+        async move {
+            let (answer, stored) = oneshot::channel();
+            peer.send((nth(&sealed, i)?, answer)).await.map_err(|_ended| anyhow!("the peer's writer ended"))?;
+            Ok(stored.await??)
+        }
+    })
+    .await
+}
+
+fn nth(sealed: &[SealedRollout], i: u64) -> anyhow::Result<SealedRollout> {
+    sealed.get(usize::try_from(i)?).cloned().ok_or_else(|| anyhow!("no envelope {i}"))
+}
+
+/// One thread that writes whatever waits, with one fsync; it ends with its last sender.
+fn start_writer(store: SharedStore) -> mpsc::Sender<Put> {
+    let (send, mut queue) = mpsc::channel::<Put>(LOAD.at_once);
+    tokio::task::spawn_blocking(move || {
+        while let Some(first) = queue.blocking_recv() {
+            let mut batch = vec![first];
+            while batch.len() < BATCH_MAX
+                && let Ok(put) = queue.try_recv()
+            {
+                batch.push(put);
+            }
+            let items: Vec<_> = batch.iter().map(|(s, _)| (s.id, s.bytes.as_slice(), JobId::default())).collect();
+            let mut failed = rollouts::put_rollouts(&*store, &items, Durability::Synced).err();
+            for (_, answer) in batch {
+                // The first caller gets the cause and ends the run.
+                let _ = answer.send(failed.take().map_or(Ok(()), Err));
+            }
+        }
+    });
+    send
+}
+
+/// Tokens of a timeline whose envelope is `len` bytes long.
+fn tokens_for(len: usize, model: &ModelName, signer: &dyn Signer) -> anyhow::Result<usize> {
+    let (short, long) = (seal(0, 0, 64, model, signer)?.bytes.len(), seal(0, 0, 192, model, signer)?.bytes.len());
+    ensure!(long > short, "a longer rollout has a longer envelope");
+    Ok(64 + len.saturating_sub(short) * 128 / (long - short))
+}
+
+fn seal_many(series: u32, tokens: usize, model: &ModelName, signer: &dyn Signer) -> anyhow::Result<Vec<SealedRollout>> {
+    (0..ENVELOPES).map(|i| seal(series, i, tokens, model, signer)).collect()
+}
+
+/// A rollout of one turn as a gateway seals it, with a server's receipt; both signed by `signer`.
+fn seal(series: u32, i: u32, tokens: usize, model: &ModelName, signer: &dyn Signer) -> anyhow::Result<SealedRollout> {
+    let prompt = tokens / 2;
+    // Byte-level ids that differ from rollout to rollout.
+    let token = |t: usize| u32::try_from(t).unwrap_or(0).wrapping_mul(31).wrapping_add(i.wrapping_mul(7)) % 120;
+    let timeline = Timeline {
+        tokens: (0..tokens).map(token).collect(),
+        loss_mask: (0..tokens).map(|t| t >= prompt).collect(),
+        behaviour_logprobs: (0..tokens).map(|t| if t >= prompt { -0.5 } else { 0.0 }).collect(),
+        policy_versions: (0..tokens).map(|t| PolicyVersion(u64::from(t >= prompt))).collect(),
+    };
+    let body = receipt_body(
+        model,
+        &timeline.tokens[..prompt],
+        &timeline.tokens[prompt..],
+        &timeline.behaviour_logprobs[prompt..],
+        &timeline.policy_versions[prompt..],
+    );
+    let turn = Turn {
+        timeline: 0,
+        prompt_len: u32::try_from(prompt)?,
+        completion_len: u32::try_from(tokens - prompt)?,
+        finish: FinishReason::Length,
+        temperature: 1.0,
+        duration_ms: 1,
+        receipt: Receipt { signature: Signature::new(signer, Domain::Receipt, &body) },
+        fork_cause: None,
+    };
+    let mut episode = [0; 16];
+    episode[..4].copy_from_slice(&series.to_be_bytes());
+    episode[4..8].copy_from_slice(&i.to_be_bytes());
+    let now = crate::run::wall_clock();
+    let rollout = Rollout {
+        job: JobId::default(),
+        model: model.clone(),
+        episode: EpisodeId(episode),
+        group: GroupId { term: Term(1), seq: u64::from(i / 8) },
+        task: TaskRef { set: "bench".into(), index: 0, id: "bench".into() },
+        purpose: Purpose::Train,
+        lease_term: Term(1),
+        gateway: signer.node_id(),
+        agent: "bench".into(),
+        timelines: vec![timeline],
+        turns: vec![turn],
+        reward: 1.0,
+        metrics: BTreeMap::new(),
+        started: now,
+        ended: now,
+    };
+    Ok(rollout.seal(signer)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use starling_bootstrap::identity::{Ed25519Verifier, Identity};
+    use starling_protocol::rollout::verify_rollout;
+
+    #[test]
+    fn envelopes_verify_differ_and_have_their_length() {
+        let signer = Identity::from_seed([1; 32]);
+        let model = ModelName::new(MODEL).unwrap();
+        let tokens = tokens_for(ENVELOPE_BYTES, &model, &signer).unwrap();
+        let one = seal(1, 0, tokens, &model, &signer).unwrap();
+        let two = seal(1, 1, tokens, &model, &signer).unwrap();
+        assert_ne!(one.id, two.id);
+        assert!(one.bytes.len().abs_diff(ENVELOPE_BYTES) < 32, "{} bytes", one.bytes.len());
+        verify_rollout(one.id, &one.bytes, &Ed25519Verifier).unwrap();
+    }
+}

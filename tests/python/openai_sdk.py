@@ -1,0 +1,242 @@
+"""Checks of the `openai` package against a node. Prints a JSON line per check: {"check": ..., "error": null or text}.
+
+    openai_sdk.py http://127.0.0.1:PORT MODEL
+"""
+
+import json
+import re
+import sys
+import time
+import traceback
+
+import httpx
+import openai
+from openai import OpenAI
+
+HTTP, MODEL = sys.argv[1], sys.argv[2]
+TOOLS = [{
+    "type": "function",
+    "function": {
+        "name": "calc",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+    },
+}]
+SUMS = ["12+34", "91-18", "45+39", "60+90", "12-32", "38+57"]
+PRODUCTS = ["45+39*82", "72+64*86", "58-74*30", "93*25+95"]
+client = OpenAI(base_url=f"{HTTP}/v1", api_key="none", max_retries=0, timeout=60, http_client=httpx.Client(trust_env=False))
+CHECKS = []
+
+
+def check(function):
+    CHECKS.append(function)
+    return function
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def create(**more):
+    return client.chat.completions.create(**{"model": MODEL, "messages": user("12+34"), "max_tokens": 16, **more})
+
+
+def refused(kind, **more):
+    try:
+        create(**more)
+    except kind as err:
+        return err
+    raise AssertionError(f"{more} was accepted, expected {kind.__name__}")
+
+
+@check
+def models_list():
+    assert MODEL in [m.id for m in client.models.list()]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+@check
+def plain_chat():
+    for text in SUMS:
+        reply = create(messages=user(text), temperature=0)
+        choice = reply.choices[0]
+        assert reply.object == "chat.completion" and reply.model == MODEL and reply.id, reply
+        assert choice.message.role == "assistant" and choice.message.content, reply
+        assert choice.finish_reason in ("stop", "length"), reply
+        usage = reply.usage
+        assert usage.prompt_tokens > 0 and usage.completion_tokens > 0, usage
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens, usage
+    cut = create(max_tokens=1, temperature=0)
+    assert cut.choices[0].finish_reason == "length" and cut.usage.completion_tokens == 1, cut
+
+
+@check
+def streaming():
+    whole = create(messages=user("987654321"), temperature=1, seed=5)
+    pieces, finish, usage, arrivals = [], None, None, []
+    stream = create(messages=user("987654321"), temperature=1, seed=5, stream=True, stream_options={"include_usage": True})
+    for chunk in stream:
+        assert chunk.object == "chat.completion.chunk", chunk
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            if choice.delta.content:
+                pieces.append(choice.delta.content)
+                arrivals.append(time.monotonic())
+            finish = choice.finish_reason or finish
+    assert len(pieces) > 1, pieces
+    assert "".join(pieces) == whole.choices[0].message.content, (pieces, whole)
+    assert finish == whole.choices[0].finish_reason, (finish, whole)
+    assert usage.completion_tokens == whole.usage.completion_tokens, (usage, whole.usage)
+    assert arrivals[-1] > arrivals[0], "all at once"
+
+
+@check
+def tools_round_trip():
+    called = 0
+    for text in PRODUCTS:
+        messages = user(text)
+        reply = create(messages=messages, tools=TOOLS, temperature=0, max_tokens=40).choices[0]
+        if not reply.message.tool_calls:
+            assert reply.finish_reason in ("stop", "length"), reply
+            continue
+        called += 1
+        assert reply.finish_reason == "tool_calls", reply
+        call = reply.message.tool_calls[0]
+        assert call.id and call.type == "function" and call.function.name == "calc", reply
+        arguments = json.loads(call.function.arguments)
+        match = re.fullmatch(r"(-?\d+)([-+*])(-?\d+)", arguments["x"])
+        a, op, b = int(match[1]), match[2], int(match[3])
+        result = {"+": a + b, "-": a - b, "*": a * b}[op]
+        messages.append(reply.message.model_dump(exclude_none=True))
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+        after = create(messages=messages, tools=TOOLS, temperature=0, max_tokens=40).choices[0]
+        assert after.message.tool_calls or after.message.content, after
+    assert called > 0, "the model used its tool in none of the examples"
+    silent = create(messages=user(PRODUCTS[0]), tools=TOOLS, tool_choice="none", temperature=0).choices[0]
+    assert not silent.message.tool_calls, silent
+
+
+@check
+def streamed_tools():
+    for text in PRODUCTS:
+        whole = create(messages=user(text), tools=TOOLS, temperature=0, max_tokens=40).choices[0].message
+        if not whole.tool_calls:
+            continue
+        calls = {}
+        for chunk in create(messages=user(text), tools=TOOLS, temperature=0, max_tokens=40, stream=True):
+            for choice in chunk.choices:
+                for call in choice.delta.tool_calls or []:
+                    name, arguments = calls.get(call.index, ("", ""))
+                    calls[call.index] = (name + (call.function.name or ""), arguments + (call.function.arguments or ""))
+        assert list(calls.values()) == [(c.function.name, c.function.arguments) for c in whole.tool_calls], (calls, whole)
+        return
+    raise AssertionError("the model used its tool in none of the examples")
+
+
+@check
+def logprobs():
+    reply = create(temperature=1, seed=3, logprobs=True, top_logprobs=3)
+    tokens = reply.choices[0].logprobs.content
+    content = reply.choices[0].message.content
+    assert tokens and "".join(t.token for t in tokens) == content, (tokens, content)
+    for token in tokens:
+        assert token.logprob <= 0 and len(token.top_logprobs) == 3, token
+        ranked = [t.logprob for t in token.top_logprobs]
+        assert ranked == sorted(ranked, reverse=True) and ranked[0] >= token.logprob - 1e-4, token
+
+
+@check
+def several_answers():
+    reply = create(n=2, temperature=1, seed=1)
+    assert [c.index for c in reply.choices] == [0, 1], reply
+    assert all(c.message.content is not None for c in reply.choices), reply
+    texts = {}
+    for chunk in create(n=2, temperature=1, seed=1, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+    assert texts == {c.index: c.message.content for c in reply.choices}, (texts, reply)
+
+
+@check
+def a_seed_repeats():
+    def answer(seed):
+        return create(messages=user("abcdefgh"), temperature=1, seed=seed).choices[0].message.content
+
+    for seed in (1, 2, 3):
+        assert answer(seed) == answer(seed), seed
+    assert len({answer(seed) for seed in range(12)}) > 1, "twelve seeds, one answer"
+
+
+@check
+def stop_texts():
+    for text in SUMS:
+        content = create(messages=user(text), temperature=0).choices[0].message.content
+        if len(content) < 2:
+            continue
+        stop = content[-1]
+        reply = create(messages=user(text), temperature=0, stop=[stop, "never"]).choices[0]
+        assert reply.message.content == content.split(stop)[0], (content, stop, reply)
+        assert reply.finish_reason == "stop", reply
+        streamed = create(messages=user(text), temperature=0, stop=stop, stream=True)
+        pieces = [c.delta.content or "" for chunk in streamed for c in chunk.choices]
+        assert "".join(pieces) == content.split(stop)[0], (content, stop, pieces)
+        return
+    raise AssertionError("no answer has two characters")
+
+
+@check
+def refused_fields():
+    err = refused(openai.BadRequestError, presence_penalty=0.5)
+    assert err.param == "presence_penalty" and err.code == "unsupported_parameter", err.body
+    assert err.type == "invalid_request_error" and "presence_penalty" in err.message, err.body
+    err = refused(openai.BadRequestError, temperature=3)
+    assert err.param == "temperature" and err.code == "invalid_value", err.body
+    err = refused(openai.BadRequestError, extra_body={"made_up": 1})
+    assert err.param == "made_up" and err.code == "unknown_parameter", err.body
+    err = refused(openai.BadRequestError, response_format={"type": "json_object"}, stream=True)
+    assert err.param == "response_format", err.body
+    err = refused(openai.NotFoundError, model="nobody")
+    assert err.param == "model" and err.code == "model_not_found", err.body
+    create(presence_penalty=0, frequency_penalty=0.0)  # changes nothing, so it is let through
+
+
+@check
+def an_episode():
+    begun = httpx.post(f"{HTTP}/v1/episodes", json={"model": MODEL, "agent": "sdk"}, trust_env=False).raise_for_status().json()
+    own = client.with_options(base_url=begun["base_url"], api_key=begun["api_key"])
+    messages = user(begun["task"]["expression"].replace(" ", ""))
+    for _ in range(2):
+        reply = own.chat.completions.create(model=begun["model"], messages=messages).choices[0].message
+        messages += [reply.model_dump(exclude_none=True), *user("1+1")]
+    other = client.with_options(api_key="sk-starling-guessed")
+    try:
+        other.chat.completions.create(model=MODEL, messages=messages)
+        raise AssertionError("a guessed key was accepted")
+    except openai.AuthenticationError as err:
+        assert err.code == "invalid_api_key", err.body
+    key = {"Authorization": f"Bearer {begun['api_key']}"}
+    listed = httpx.get(f"{HTTP}/v1/episodes", headers=key, trust_env=False).raise_for_status().json()["data"]
+    assert len(listed) == 1 and listed[0]["turns"] == 2 and listed[0]["timelines"] == 1, listed
+    url = f"{HTTP}/v1/episodes/{begun['episode']}/end"
+    ended = httpx.post(url, json={"reward": 1.0, "task_id": begun["task_id"]}, headers=key, trust_env=False)
+    assert re.fullmatch("[0-9a-f]{64}", ended.raise_for_status().json()["rollout"]), ended.text
+    try:
+        own.chat.completions.create(model=MODEL, messages=messages)
+        raise AssertionError("an ended episode was answered")
+    except openai.ConflictError as err:
+        assert err.code == "episode_ended", err.body
+
+
+def main():
+    failed = False
+    for function in CHECKS:
+        error = None
+        try:
+            function()
+        except Exception:
+            error = traceback.format_exc(limit=-2)
+            failed = True
+        print(json.dumps({"check": function.__name__, "error": error}), flush=True)
+    sys.exit(failed)
+
+
+main()

@@ -1,0 +1,60 @@
+//! Where the programs under test are.
+
+use anyhow::{Context, bail};
+use std::path::{Path, PathBuf};
+
+/// The repository's root.
+#[must_use]
+pub fn repository() -> PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.parent().unwrap_or(here).to_owned()
+}
+
+/// `starling`.
+///
+/// # Errors
+/// When it is not built.
+pub fn starling_binary() -> anyhow::Result<PathBuf> {
+    built("starling")
+}
+
+/// The example agent in Rust.
+///
+/// # Errors
+/// When it is not built.
+pub fn agent_binary() -> anyhow::Result<PathBuf> {
+    built("starling-agent-rust")
+}
+
+/// The interpreter that has the `openai` package.
+///
+/// # Errors
+/// When the variable is not set: the test must not pass without having run.
+pub fn python() -> anyhow::Result<PathBuf> {
+    let Some(path) = std::env::var_os("STARLING_TEST_PYTHON").map(PathBuf::from) else {
+        bail!(
+            "STARLING_TEST_PYTHON: expected a Python with examples/agents/python/requirements.txt installed, \
+             it is not set (scripts/test.sh makes one and sets it)"
+        );
+    };
+    if !path.is_file() {
+        bail!("STARLING_TEST_PYTHON: {} does not exist", path.display());
+    }
+    Ok(path)
+}
+
+fn built(name: &str) -> anyhow::Result<PathBuf> {
+    let folder = match std::env::var_os("STARLING_TEST_BIN") {
+        Some(folder) => PathBuf::from(folder),
+        // target/release/deps/<test> → target/release
+        None => {
+            let test = std::env::current_exe().context("cannot find this test's binary")?;
+            test.ancestors().nth(2).context("the test's binary lies in target/<profile>/deps")?.to_owned()
+        }
+    };
+    let path = folder.join(name);
+    if !path.is_file() {
+        bail!("{} is missing: build it with `make build`, or set STARLING_TEST_BIN to its folder", path.display());
+    }
+    Ok(path)
+}
