@@ -110,6 +110,11 @@ impl PeerBook {
         }
     }
 
+    /// Forgets all failures: after a restart, everything is worth a try.
+    pub fn forgive(&mut self) {
+        self.peers.values_mut().flatten().for_each(|k| k.failures = 0);
+    }
+
     /// Forgets an address that is certainly wrong (another node answers there).
     pub fn remove(&mut self, node: NodeId, address: &Multiaddr) {
         if let Some(list) = self.peers.get_mut(&node) {

@@ -391,6 +391,9 @@ impl Backend for NodeBackend {
         if let Some(f) = formats.get(model) {
             return Ok(f.clone());
         }
+        if self.core.models().get(model).is_none() && self.core.groups().state(model).is_none() {
+            return Err(BackendError::NoModel(model.clone()));
+        }
         let files = crate::model_files::fetch(&self.core, model).await.map_err(BackendError::Unavailable)?;
         let file = |name: &str| files.get(name).map(Vec::as_slice);
         let format = ChatFormat::new(&ModelFiles {

@@ -54,7 +54,7 @@ pub enum Command {
     #[command(after_help = "Example:\n  starling bench episodes --json")]
     Bench(BenchArgs),
     /// A mesh of five processes trains the embedded model, loses its leader and heals.
-    #[command(after_help = "Example:\n  starling demo --steps 40 --seed 1 --report report")]
+    #[command(after_help = "Example:\n  starling demo --steps 70 --seed 1 --report report")]
     Demo(DemoArgs),
 }
 

@@ -177,10 +177,17 @@ fn mesh_of(data: &DataDir, ticket: Option<Ticket>) -> anyhow::Result<MeshFile> {
                     k.network.short()
                 );
             }
-            let mut nodes = t.nodes;
-            nodes.extend(known.map(|k| k.nodes).unwrap_or_default());
-            let mut seen = std::collections::BTreeSet::new();
-            nodes.retain(|(n, _)| seen.insert(*n));
+            let mut nodes: Vec<(NodeId, Vec<String>)> = Vec::new();
+            for (node, addresses) in t.nodes.into_iter().chain(known.map(|k| k.nodes).unwrap_or_default()) {
+                match nodes.iter_mut().find(|(n, _)| *n == node) {
+                    // A ticket may be older than what was seen of its nodes since: both are tried.
+                    Some((_, have)) => {
+                        let new: Vec<_> = addresses.into_iter().filter(|a| !have.contains(a)).collect();
+                        have.extend(new);
+                    }
+                    None => nodes.push((node, addresses)),
+                }
+            }
             MeshFile { network: t.network, nodes }
         }
         (None, Some(known)) => known,

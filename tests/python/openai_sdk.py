@@ -8,8 +8,8 @@ import re
 import sys
 import time
 import traceback
+import urllib.request
 
-import httpx
 import openai
 from openai import OpenAI
 
@@ -23,7 +23,8 @@ TOOLS = [{
 }]
 SUMS = ["12+34", "91-18", "45+39", "60+90", "12-32", "38+57"]
 PRODUCTS = ["45+39*82", "72+64*86", "58-74*30", "93*25+95"]
-client = OpenAI(base_url=f"{HTTP}/v1", api_key="none", max_retries=0, timeout=60, http_client=httpx.Client(trust_env=False))
+client = OpenAI(base_url=f"{HTTP}/v1", api_key="none", max_retries=0, timeout=60)
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 CHECKS = []
 
 
@@ -32,12 +33,39 @@ def check(function):
     return function
 
 
+def fetch(path, key=None, body=None):
+    """JSON over HTTP, without the package: for the routes that are not OpenAI's."""
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    data = None if body is None else json.dumps(body).encode()
+    with opener.open(urllib.request.Request(HTTP + path, data, headers), timeout=60) as answer:
+        return json.load(answer)
+
+
 def user(text):
     return [{"role": "user", "content": text}]
 
 
 def create(**more):
     return client.chat.completions.create(**{"model": MODEL, "messages": user("12+34"), "max_tokens": 16, **more})
+
+
+def an_answer_of(characters):
+    """A sampled answer of at least so many characters, printable ones if possible, and the seed that gives it."""
+    other = None
+    for seed in range(50):
+        content = create(temperature=1, seed=seed).choices[0].message.content or ""
+        if len(content) >= characters:
+            if content.isascii() and content.isprintable():
+                return content, seed
+            other = other or (content, seed)
+    assert other, f"no answer of {characters} characters"
+    return other
+
+
+def can_add():
+    """Whether the model was trained at all: it knows one of a few sums."""
+    right = [create(messages=user(t), temperature=0).choices[0].message.content == str(eval(t)) for t in SUMS]
+    return any(right)
 
 
 def refused(kind, **more):
@@ -56,24 +84,28 @@ def models_list():
 
 @check
 def plain_chat():
-    for text in SUMS:
-        reply = create(messages=user(text), temperature=0)
+    for seed, text in enumerate(SUMS):
+        reply = create(messages=user(text), temperature=1, seed=seed)
         choice = reply.choices[0]
         assert reply.object == "chat.completion" and reply.model == MODEL and reply.id, reply
-        assert choice.message.role == "assistant" and choice.message.content, reply
+        assert choice.message.role == "assistant" and choice.message.content is not None, reply
         assert choice.finish_reason in ("stop", "length"), reply
         usage = reply.usage
         assert usage.prompt_tokens > 0 and usage.completion_tokens > 0, usage
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens, usage
-    cut = create(max_tokens=1, temperature=0)
+    _, long = an_answer_of(3)
+    cut = create(max_tokens=1, temperature=1, seed=long)
     assert cut.choices[0].finish_reason == "length" and cut.usage.completion_tokens == 1, cut
+    greedy = {create(temperature=0, seed=seed).choices[0].message.content for seed in range(3)}
+    assert len(greedy) == 1, greedy
 
 
 @check
 def streaming():
-    whole = create(messages=user("987654321"), temperature=1, seed=5)
+    _, seed = an_answer_of(4)
+    whole = create(temperature=1, seed=seed)
     pieces, finish, usage, arrivals = [], None, None, []
-    stream = create(messages=user("987654321"), temperature=1, seed=5, stream=True, stream_options={"include_usage": True})
+    stream = create(temperature=1, seed=seed, stream=True, stream_options={"include_usage": True})
     for chunk in stream:
         assert chunk.object == "chat.completion.chunk", chunk
         usage = chunk.usage or usage
@@ -91,45 +123,38 @@ def streaming():
 
 @check
 def tools_round_trip():
-    called = 0
+    """With a model that can add, its own call; with any model, a call that stands in the history."""
+    called = None
     for text in PRODUCTS:
-        messages = user(text)
-        reply = create(messages=messages, tools=TOOLS, temperature=0, max_tokens=40).choices[0]
+        reply = create(messages=user(text), tools=TOOLS, temperature=0, max_tokens=40).choices[0]
+        assert reply.finish_reason == ("tool_calls" if reply.message.tool_calls else reply.finish_reason), reply
         if not reply.message.tool_calls:
-            assert reply.finish_reason in ("stop", "length"), reply
             continue
-        called += 1
-        assert reply.finish_reason == "tool_calls", reply
+        called = called or (text, reply.message)
         call = reply.message.tool_calls[0]
         assert call.id and call.type == "function" and call.function.name == "calc", reply
-        arguments = json.loads(call.function.arguments)
-        match = re.fullmatch(r"(-?\d+)([-+*])(-?\d+)", arguments["x"])
-        a, op, b = int(match[1]), match[2], int(match[3])
-        result = {"+": a + b, "-": a - b, "*": a * b}[op]
-        messages.append(reply.message.model_dump(exclude_none=True))
-        messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
-        after = create(messages=messages, tools=TOOLS, temperature=0, max_tokens=40).choices[0]
-        assert after.message.tool_calls or after.message.content, after
-    assert called > 0, "the model used its tool in none of the examples"
+        assert "x" in json.loads(call.function.arguments), reply
+    if can_add():
+        assert called, "the model used its tool in none of the examples"
+    function = {"name": "calc", "arguments": json.dumps({"x": "39*82"})}
+    made_up = {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": function}]}
+    asked, message = called or (PRODUCTS[0], None)
+    message = message.model_dump(exclude_none=True) if message else made_up
+    results = [{"role": "tool", "tool_call_id": c["id"], "content": "3198"} for c in message["tool_calls"]]
+    messages = [*user(asked), message, *results]
+    after = create(messages=messages, tools=TOOLS, temperature=0, max_tokens=40).choices[0]
+    assert after.message.tool_calls or after.message.content is not None, after
     silent = create(messages=user(PRODUCTS[0]), tools=TOOLS, tool_choice="none", temperature=0).choices[0]
     assert not silent.message.tool_calls, silent
-
-
-@check
-def streamed_tools():
-    for text in PRODUCTS:
-        whole = create(messages=user(text), tools=TOOLS, temperature=0, max_tokens=40).choices[0].message
-        if not whole.tool_calls:
-            continue
-        calls = {}
-        for chunk in create(messages=user(text), tools=TOOLS, temperature=0, max_tokens=40, stream=True):
-            for choice in chunk.choices:
-                for call in choice.delta.tool_calls or []:
-                    name, arguments = calls.get(call.index, ("", ""))
-                    calls[call.index] = (name + (call.function.name or ""), arguments + (call.function.arguments or ""))
-        assert list(calls.values()) == [(c.function.name, c.function.arguments) for c in whole.tool_calls], (calls, whole)
+    if called is None:
         return
-    raise AssertionError("the model used its tool in none of the examples")
+    whole, calls = called[1], {}
+    for chunk in create(messages=user(asked), tools=TOOLS, temperature=0, max_tokens=40, stream=True):
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or []:
+                name, arguments = calls.get(call.index, ("", ""))
+                calls[call.index] = (name + (call.function.name or ""), arguments + (call.function.arguments or ""))
+    assert list(calls.values()) == [(c.function.name, c.function.arguments) for c in whole.tool_calls], (calls, whole)
 
 
 @check
@@ -137,7 +162,8 @@ def logprobs():
     reply = create(temperature=1, seed=3, logprobs=True, top_logprobs=3)
     tokens = reply.choices[0].logprobs.content
     content = reply.choices[0].message.content
-    assert tokens and "".join(t.token for t in tokens) == content, (tokens, content)
+    raw = b"".join(bytes(t.bytes) for t in tokens)
+    assert tokens and raw.decode(errors="replace") == content, (tokens, content)
     for token in tokens:
         assert token.logprob <= 0 and len(token.top_logprobs) == 3, token
         ranked = [t.logprob for t in token.top_logprobs]
@@ -168,19 +194,14 @@ def a_seed_repeats():
 
 @check
 def stop_texts():
-    for text in SUMS:
-        content = create(messages=user(text), temperature=0).choices[0].message.content
-        if len(content) < 2:
-            continue
-        stop = content[-1]
-        reply = create(messages=user(text), temperature=0, stop=[stop, "never"]).choices[0]
-        assert reply.message.content == content.split(stop)[0], (content, stop, reply)
-        assert reply.finish_reason == "stop", reply
-        streamed = create(messages=user(text), temperature=0, stop=stop, stream=True)
-        pieces = [c.delta.content or "" for chunk in streamed for c in chunk.choices]
-        assert "".join(pieces) == content.split(stop)[0], (content, stop, pieces)
-        return
-    raise AssertionError("no answer has two characters")
+    content, seed = an_answer_of(3)
+    stop = content[2]
+    expected = content.split(stop)[0]
+    reply = create(temperature=1, seed=seed, stop=[stop, "never"]).choices[0]
+    assert reply.message.content == expected and reply.finish_reason == "stop", (content, stop, reply)
+    streamed = create(temperature=1, seed=seed, stop=stop, stream=True)
+    pieces = [c.delta.content or "" for chunk in streamed for c in chunk.choices]
+    assert "".join(pieces) == expected, (content, stop, pieces)
 
 
 @check
@@ -201,8 +222,9 @@ def refused_fields():
 
 @check
 def an_episode():
-    begun = httpx.post(f"{HTTP}/v1/episodes", json={"model": MODEL, "agent": "sdk"}, trust_env=False).raise_for_status().json()
-    own = client.with_options(base_url=begun["base_url"], api_key=begun["api_key"])
+    begun = fetch("/v1/episodes", body={"model": MODEL, "agent": "sdk"})
+    key = begun["api_key"]
+    own = client.with_options(base_url=begun["base_url"], api_key=key)
     messages = user(begun["task"]["expression"].replace(" ", ""))
     for _ in range(2):
         reply = own.chat.completions.create(model=begun["model"], messages=messages).choices[0].message
@@ -213,12 +235,10 @@ def an_episode():
         raise AssertionError("a guessed key was accepted")
     except openai.AuthenticationError as err:
         assert err.code == "invalid_api_key", err.body
-    key = {"Authorization": f"Bearer {begun['api_key']}"}
-    listed = httpx.get(f"{HTTP}/v1/episodes", headers=key, trust_env=False).raise_for_status().json()["data"]
+    listed = fetch("/v1/episodes", key)["data"]
     assert len(listed) == 1 and listed[0]["turns"] == 2 and listed[0]["timelines"] == 1, listed
-    url = f"{HTTP}/v1/episodes/{begun['episode']}/end"
-    ended = httpx.post(url, json={"reward": 1.0, "task_id": begun["task_id"]}, headers=key, trust_env=False)
-    assert re.fullmatch("[0-9a-f]{64}", ended.raise_for_status().json()["rollout"]), ended.text
+    ended = fetch(f"/v1/episodes/{begun['episode']}/end", key, {"reward": 1.0, "task_id": begun["task_id"]})
+    assert re.fullmatch("[0-9a-f]{64}", ended["rollout"]), ended
     try:
         own.chat.completions.create(model=MODEL, messages=messages)
         raise AssertionError("an ended episode was answered")

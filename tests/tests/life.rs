@@ -4,6 +4,7 @@ use anyhow::{Context, ensure};
 use reqwest::Method;
 use serde_json::{Value, json};
 use starling_engine::{Checkpoint, Device};
+use starling_protocol::manifest::Manifest;
 use starling_tests::{Job, MODEL, Role, TestMesh, starling, until};
 use std::time::Duration;
 
@@ -75,11 +76,11 @@ async fn every_command_tells_its_facts_as_json() -> anyhow::Result<()> {
     }
     let checkpoint = Checkpoint::load(&out, &Device::Cpu)?;
     ensure!(checkpoint.files.contains_key("tokenizer.json"), "the tokenizer travels along");
-    let base = starling_tests::repository().join("node/embedded");
-    ensure!(
-        std::fs::read(out.join("model.safetensors"))? != std::fs::read(base.join("model.safetensors"))?,
-        "the exported weights are trained ones"
-    );
+    let committed = mesh[0].cli_json(&["checkpoint", "list"]).await?;
+    let steps = committed["models"][0]["steps"].as_array().context("a list of steps")?;
+    let step = steps.iter().find(|s| s["version"] == exported["version"]).context("the exported version")?;
+    let hash = Manifest::of(&checkpoint.weights.to_safetensors()?).hash.to_string();
+    ensure!(step["weights"] == hash.as_str(), "the exported weights are the committed ones: {step}, got {hash}");
     let refused = mesh[0].cli(&["checkpoint", "export", MODEL, "--out", &out.display().to_string()]).await?;
     ensure!(refused.code == Some(1) && refused.stderr.contains("not empty"), "{refused:?}");
     mesh.stop_all().await?;

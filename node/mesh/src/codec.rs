@@ -1,6 +1,6 @@
 //! Frames on a substream: a length (u32, little endian), for calls one byte more (service or status), then the body.
 
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::{Buf, Bytes};
 use futures::{AsyncRead, AsyncWrite};
 use libp2p::Stream;
 use std::future::poll_fn;
@@ -8,16 +8,13 @@ use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::Poll;
 use std::time::Duration;
 
 /// Bodies up to this length are copied behind their header, which saves a packet; longer ones are written from where
 /// they lie.
 const COPY_LEN_BYTES_MAX: usize = 32 << 10;
-/// Room for a read when it is not known how much will come.
+/// Room of a stream for small frames: most calls and tokens. 384 streams a connection × 4 KiB = 1.5 MiB.
 const READ_LEN_BYTES: usize = 4 << 10;
-/// Room for a read in the middle of a long body.
-const READ_LEN_BYTES_MAX: usize = 256 << 10;
 /// How long closing a stream in order may take before it is simply dropped.
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 
@@ -80,54 +77,67 @@ impl Duplex {
 /// Bytes that were read and not yet taken. Reading is cancel-safe: whatever came stays here.
 #[derive(Default)]
 pub(crate) struct Inbox {
-    bytes: BytesMut,
+    /// Zeroed room; what was read and not taken is `bytes[start..end]`. Kept between small frames; a long frame gets
+    /// room of exactly its length, and takes it along.
+    bytes: Vec<u8>,
+    start: usize,
+    end: usize,
 }
 
 impl Inbox {
     /// Reads until at least `len` bytes are here. `false` when the stream ended in order before the first of them.
     pub(crate) async fn fill(&mut self, from: &Duplex, len: usize) -> io::Result<bool> {
-        while self.bytes.len() < len {
-            let room = (len - self.bytes.len()).clamp(READ_LEN_BYTES, READ_LEN_BYTES_MAX);
-            self.bytes.reserve((len - self.bytes.len()).max(room));
-            let n = poll_fn(|cx| {
-                let have = self.bytes.len();
-                self.bytes.resize(have + room, 0);
-                let polled = Pin::new(&mut *from.lock()).poll_read(cx, &mut self.bytes[have..]);
-                let read = if let Poll::Ready(Ok(n)) = &polled { *n } else { 0 };
-                self.bytes.truncate(have + read);
-                polled
-            })
-            .await?;
+        while self.end - self.start < len {
+            self.make_room(len);
+            let room = &mut self.bytes[self.end..];
+            let n = poll_fn(|cx| Pin::new(&mut *from.lock()).poll_read(cx, room)).await?;
             if n == 0 {
-                return if self.bytes.is_empty() { Ok(false) } else { Err(io::ErrorKind::UnexpectedEof.into()) };
+                return if self.is_empty() { Ok(false) } else { Err(io::ErrorKind::UnexpectedEof.into()) };
             }
+            self.end += n;
         }
         Ok(true)
     }
 
+    /// Room for `len` bytes from `start` on, and for at least one more than there are.
+    fn make_room(&mut self, len: usize) {
+        if self.start + len <= self.bytes.len() {
+            return;
+        }
+        let have = self.end - self.start;
+        let mut bytes = vec![0; len.max(READ_LEN_BYTES)];
+        bytes[..have].copy_from_slice(&self.bytes[self.start..self.end]);
+        (self.bytes, self.start, self.end) = (bytes, 0, have);
+    }
+
     /// The length that a frame starts with. Needs four bytes.
     pub(crate) fn peek_len(&self) -> usize {
-        let mut head = &self.bytes[..4];
+        let mut head = &self.bytes[self.start..self.start + 4];
         head.get_u32_le() as usize
     }
 
     /// The fifth byte. Needs five bytes.
     pub(crate) fn peek_kind(&self) -> u8 {
-        self.bytes[4]
+        self.bytes[self.start + 4]
     }
 
     /// Takes a frame that is here whole: `header` bytes are dropped, `len` returned.
     pub(crate) fn take(&mut self, header: usize, len: usize) -> Bytes {
-        self.bytes.advance(header);
-        let body = self.bytes.split_to(len).freeze();
-        if self.bytes.is_empty() {
-            self.bytes = BytesMut::new(); // an idle stream keeps no memory
+        let (from, to) = (self.start + header, self.start + header + len);
+        if to == self.bytes.len() && self.start == 0 && len > READ_LEN_BYTES {
+            (self.start, self.end) = (0, 0);
+            return Bytes::from(std::mem::take(&mut self.bytes)).slice(from..);
+        }
+        let body = Bytes::copy_from_slice(&self.bytes[from..to]);
+        self.start = to;
+        if self.is_empty() {
+            (self.start, self.end) = (0, 0);
         }
         body
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.bytes.is_empty()
+        self.start == self.end
     }
 }
 

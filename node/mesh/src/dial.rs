@@ -1,5 +1,7 @@
 //! Who is being dialled, who waits for it, and when to try again.
 
+use libp2p::Multiaddr;
+use libp2p::swarm::ConnectionId;
 use starling_protocol::NodeId;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -37,6 +39,10 @@ pub(crate) enum Stage {
 pub(crate) struct Attempt {
     pub(crate) stage: Stage,
     pub(crate) started: Instant,
+    /// The dial that runs; others, by Kademlia, may run too.
+    pub(crate) dial: Option<ConnectionId>,
+    /// What it dials.
+    pub(crate) dialled: Vec<Multiaddr>,
     /// Addresses tried and why they failed, in order.
     pub(crate) failures: Vec<(String, String)>,
     waiters: Vec<Waiter>,
@@ -50,6 +56,12 @@ impl Attempt {
         }
         let parts: Vec<_> = self.failures.iter().map(|(address, why)| format!("{address}: {why}")).collect();
         parts.join("; ")
+    }
+
+    /// Those of `addresses` that have not failed yet.
+    pub(crate) fn untried(&self, addresses: &[Multiaddr]) -> Vec<Multiaddr> {
+        let failed = |a: &Multiaddr| self.failures.iter().any(|(text, _)| *text == a.to_string());
+        addresses.iter().filter(|a| !failed(a)).cloned().collect()
     }
 
     pub(crate) fn add_failure(&mut self, address: String, why: String) {
@@ -101,6 +113,8 @@ impl Dials {
         let attempt = self.attempts.entry(node).or_insert_with(|| Attempt {
             stage: Stage::Dialling,
             started: now,
+            dial: None,
+            dialled: Vec::new(),
             failures: Vec::new(),
             waiters: Vec::new(),
         });

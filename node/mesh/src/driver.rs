@@ -9,11 +9,13 @@ use crate::score::Scores;
 use crate::shared::{Command, Shared};
 use futures::StreamExt;
 use libp2p::core::transport::ListenerId;
+use libp2p::multiaddr::Protocol;
 use libp2p::swarm::{ConnectionId, SwarmEvent};
 use libp2p::{Multiaddr, Swarm};
 use starling_protocol::NodeId;
 use starling_protocol::wire::Topic;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::{IpAddr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
@@ -100,6 +102,7 @@ impl Driver {
 
     fn listen(&mut self, config: &MeshConfig) -> Result<(), MeshError> {
         for address in &config.listen {
+            refuse_taken(address)?;
             let id = self
                 .swarm
                 .listen_on(address.clone())
@@ -131,7 +134,9 @@ impl Driver {
             SwarmEvent::ConnectionClosed { peer_id, connection_id, num_established, cause, .. } => {
                 self.on_closed(peer_id, connection_id, num_established, cause);
             }
-            SwarmEvent::OutgoingConnectionError { peer_id: Some(peer), error, .. } => self.on_dial_error(peer, error),
+            SwarmEvent::OutgoingConnectionError { peer_id: Some(peer), connection_id, error } => {
+                self.on_dial_error(peer, connection_id, error);
+            }
             SwarmEvent::IncomingConnectionError { send_back_addr, error, .. } => {
                 tracing::debug!(from = %send_back_addr, %error, "an incoming connection failed");
             }
@@ -230,5 +235,23 @@ impl Driver {
             tracing::debug!("some connections did not close in time");
         }
         self.shared.close().await;
+    }
+}
+
+/// libp2p shares TCP ports between listeners (`SO_REUSEPORT`), so that a second node on the same port would start and
+/// take half of the first one's connections. A plain bind does not share, so it tells.
+fn refuse_taken(address: &Multiaddr) -> Result<(), MeshError> {
+    let mut parts = address.iter();
+    let ip: IpAddr = match parts.next() {
+        Some(Protocol::Ip4(ip)) => ip.into(),
+        Some(Protocol::Ip6(ip)) => ip.into(),
+        _ => return Ok(()),
+    };
+    match parts.next() {
+        Some(Protocol::Tcp(port)) if port != 0 => match TcpListener::bind((ip, port)) {
+            Ok(_) => Ok(()),
+            Err(e) => Err(MeshError::Listen { address: address.clone(), reason: e.to_string() }),
+        },
+        _ => Ok(()),
     }
 }

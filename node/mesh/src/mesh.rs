@@ -43,8 +43,8 @@ impl Mesh {
     pub async fn start(config: MeshConfig) -> Result<Arc<Self>, MeshError> {
         let local = config.identity.node_id();
         let (commands, received) = mpsc::channel(COMMANDS_BOUND);
-        let mut book = PeerBook::new();
-        book.add_all(&config.cached);
+        let mut book = config.cached.clone();
+        book.forgive();
         for (node, addresses) in config.bootstrap.iter().filter(|(n, _)| *n != local) {
             for address in addresses {
                 book.add(*node, crate::config::without_peer(address), Source::Config);

@@ -59,12 +59,18 @@ impl Driver {
 
     fn dial(&mut self, node: NodeId, addresses: Vec<Multiaddr>) {
         let peer = peer_id_of_known(node);
+        let dialled = addresses.clone();
         let options = DialOpts::peer_id(peer).addresses(addresses).condition(PeerCondition::Disconnected).build();
+        let id = options.connection_id();
+        if let Some(attempt) = self.dials.get_mut(node) {
+            attempt.dial = Some(id);
+            attempt.dialled = dialled;
+        }
         match self.swarm.dial(options) {
             Ok(()) => {}
             // Connected in between: identify is on its way.
             Err(DialError::DialPeerConditionFalse(_)) => self.set_stage(node, Stage::Identifying(Instant::now())),
-            Err(error) => self.on_dial_error(peer, error),
+            Err(error) => self.on_dial_error(peer, id, error),
         }
     }
 
@@ -75,18 +81,25 @@ impl Driver {
     }
 
     /// A dial failed, one of ours or of Kademlia.
-    pub(crate) fn on_dial_error(&mut self, peer: PeerId, error: DialError) {
+    pub(crate) fn on_dial_error(&mut self, peer: PeerId, dial: ConnectionId, error: DialError) {
         let Some(node) = node_id_of(&peer) else { return };
+        // One wrong answer ends the whole dial; the other addresses are still worth a try.
+        let cut_short = matches!(error, DialError::WrongPeerId { .. } | DialError::LocalPeerId { .. });
         for (address, why) in self.explain(error) {
             self.note_failure(node, address, why);
         }
         if self.shared.link(node).is_some() {
             return; // connected otherwise
         }
-        match self.dials.get_mut(node).map(|a| a.stage) {
-            Some(Stage::Dialling) => self.search(node),
-            Some(Stage::DiallingFound) => self.fail(node),
-            Some(Stage::Searching | Stage::Identifying(_)) | None => {}
+        let Some(attempt) = self.dials.get_mut(node).filter(|a| a.dial == Some(dial)) else { return };
+        let rest = attempt.untried(&attempt.dialled);
+        if cut_short && !rest.is_empty() && rest.len() < attempt.dialled.len() {
+            return self.dial(node, rest);
+        }
+        match attempt.stage {
+            Stage::Dialling => self.search(node),
+            Stage::DiallingFound => self.fail(node),
+            Stage::Searching | Stage::Identifying(_) => {}
         }
     }
 
@@ -148,14 +161,12 @@ impl Driver {
             self.set_stage(node, Stage::Identifying(Instant::now()));
             return;
         }
-        let tried: Vec<String> = match self.dials.get_mut(node) {
-            Some(attempt) => attempt.failures.iter().map(|(a, _)| a.clone()).collect(),
-            None => return,
-        };
         self.shared.learn(node, found.iter().cloned(), Source::Kademlia);
-        let fresh: Vec<_> = found.iter().map(without_peer).filter(|a| !tried.contains(&a.to_string())).collect();
+        let found: Vec<_> = found.iter().map(without_peer).collect();
+        let Some(attempt) = self.dials.get_mut(node) else { return };
+        let fresh = attempt.untried(&found);
         if fresh.is_empty() {
-            if tried.is_empty() {
+            if attempt.failures.is_empty() {
                 self.note_failure(node, None, "no address is known here or to the peers asked".into());
             }
             self.fail(node);
@@ -197,7 +208,7 @@ impl Driver {
             }
         }
         let former = self.shared.book().seen_nodes();
-        let due = |n: &NodeId| self.dials.is_due(*n, now) && self.shared.link(*n).is_none();
+        let due = |n: &NodeId| self.dials.is_due(*n, now) && self.shared.link(*n).is_none() && !self.scores.is_banned(*n);
         let due: Vec<_> = former.into_iter().take(FORMER_PEERS_MAX).filter(due).take(REDIALS_PER_TICK).collect();
         for node in due {
             self.connect(node, None);

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use watch::Watch;
 
 /// Optimizer steps when none are asked for.
-const STEPS: u64 = 40;
+const STEPS: u64 = 70;
 /// The whole run must end within this time, or it counts as failed.
 const LIMIT: Duration = Duration::from_secs(290);
 /// The killed leader comes back this many steps after the kill.

@@ -52,7 +52,7 @@ async fn an_answer_cut_at_the_limit_says_so() {
     assert_eq!(world.last_request().max_tokens, 6);
     // A call that is cut is no call, even where its text happens to be whole.
     let answer = agent.ask(json!([user("q")]), json!({ "max_tokens": 14, "tools": calc() })).await;
-    assert_eq!(content(&answer), r#"<|call|>calc{"x":"1""#);
+    assert_eq!(content(&answer), r#"<|call|>calc{"x":"1"}"#);
     assert_eq!(answer["choices"][0]["finish_reason"], "length");
     let turns = agent.done().await.rollout.turns;
     assert!(turns.iter().all(|t| t.finish == FinishReason::Length));
