@@ -28,7 +28,7 @@ test: build
 	scripts/test.sh
 
 bench: build
-	$(TARGET)/release/starling bench all
+	STARLING_LOG=error $(TARGET)/release/starling bench all
 
 fmt:
 	$(CARGO) fmt --all

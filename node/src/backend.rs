@@ -123,7 +123,7 @@ impl NodeBackend {
 
     fn why_no_model(&self, models: &[ModelName]) -> String {
         let known = self.core.models().list();
-        if self.core.membership().live().len() <= 1 {
+        if known.is_empty() && self.core.membership().live().len() <= 1 {
             "no other node of the mesh is reachable yet".into()
         } else if known.is_empty() {
             "no model is known on this mesh yet: submit a job".into()

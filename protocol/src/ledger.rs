@@ -171,6 +171,8 @@ pub struct Ledger {
     tasks: Vec<LoadedTasks>,
     orders: Vec<TaskOrder>,
     groups_opened: Vec<u64>,
+    /// Groups of this term below it are of an earlier start of the same leader.
+    first_seq: u64,
     group_seq: u64,
     episode_seq: u64,
     groups: BTreeMap<GroupId, OpenGroup>,
@@ -206,6 +208,7 @@ impl Ledger {
             tasks,
             orders,
             groups_opened,
+            first_seq: 0,
             group_seq: 0,
             episode_seq: 0,
             groups: BTreeMap::new(),
@@ -217,6 +220,20 @@ impl Ledger {
         };
         ledger.plan_evaluation();
         ledger
+    }
+
+    /// Counts groups and episodes from `first` on. A leader may start over within its term (its quorum was silent for a
+    /// while, its process was restarted); then it must not draw the same ids again, so every start takes a higher
+    /// number than the one before could reach. Groups of its former starts are adopted like those of former terms.
+    #[must_use]
+    pub fn counting_from(mut self, first: u64) -> Self {
+        (self.first_seq, self.group_seq, self.episode_seq) = (first, first, first);
+        self
+    }
+
+    /// Whether whoever opened the group is gone: another leader, or this one before it started over.
+    fn is_adopted(&self, id: &GroupId) -> bool {
+        *id < GroupId { term: self.term, seq: self.first_seq }
     }
 
     /// The job as this ledger sees it.
@@ -253,7 +270,7 @@ impl Ledger {
     /// broken groups would wait for ever.
     #[must_use]
     pub fn adopted_groups(&self) -> u64 {
-        self.groups.keys().filter(|id| id.term < self.term).count() as u64
+        self.groups.keys().filter(|id| self.is_adopted(id)).count() as u64
     }
     /// Places of the evaluation that runs now: how many have a reward, and of how many.
     #[must_use]
@@ -440,7 +457,8 @@ impl Ledger {
         }
     }
 
-    /// Ids and seeds follow from job, term and count: replays are exact, and two leaders never draw the same.
+    /// Ids and seeds follow from job, term and count: replays are exact, and two leaders never draw the same, nor one
+    /// that starts over (see [`Ledger::counting_from`]).
     fn draw(&mut self) -> [u8; 32] {
         let mut h = blake3::Hasher::new();
         h.update(b"starling/episode/1").update(&self.job.job.0).update(&self.job.spec.seed.to_le_bytes());
@@ -551,11 +569,12 @@ impl Ledger {
     fn admit_train(&mut self, v: VerifiedRollout, leased: bool) -> Admission {
         let id = v.rollout.group;
         if !self.groups.contains_key(&id) {
-            if id.term == self.term && id.seq < self.group_seq {
+            let adopted = self.is_adopted(&id);
+            if !adopted && id.term == self.term && id.seq < self.group_seq {
                 return Admission::Ignored(Surplus::GroupClosed);
             }
-            // A group of an earlier term whose leader is gone: its rollouts are as good as any.
-            if id.term >= self.term || leased {
+            // A group whose leader is gone: its rollouts are as good as any.
+            if !adopted || leased {
                 return Admission::Invalid(format!("group {id:?} was not opened in term {}", self.term));
             }
             let set = self.job.spec.tasks.iter().position(|t| t.name == v.rollout.task.set);

@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn chunks_join_to_what_the_manifest_describes() {
-        let bytes: Vec<u8> = (0..CHUNK_LEN_BYTES * 2 + 7).map(|i| (i % 251) as u8).collect();
+        let bytes: Vec<u8> = (0..=250u8).cycle().take(CHUNK_LEN_BYTES * 2 + 7).collect();
         let m = Manifest::of(&bytes);
         assert_eq!(m.chunks.len(), 3);
         m.check().unwrap();

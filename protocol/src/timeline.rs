@@ -564,8 +564,8 @@ mod tests {
         let mut world = World::default();
         let base = [message("system", "s"), message("user", "q"), message("assistant", "a"), message("user", "q2")];
         let mut next = base.to_vec();
-        world.call(&base[..2], &base[2]);
-        world.call(&base, &message("assistant", "a2"));
+        let _ = world.call(&base[..2], &base[2]);
+        let _ = world.call(&base, &message("assistant", "a2"));
         let mut cause = |messages: &[Message]| world.call(messages, &message("assistant", "x")).fork_cause;
 
         assert_eq!(cause(&base).as_deref(), Some("the same prompt again"));
@@ -592,7 +592,7 @@ mod tests {
             ..message("assistant", "")
         };
         let question = message("user", "q");
-        world.call(&[question.clone()], &call("{\"x\":1}"));
+        let _ = world.call(std::slice::from_ref(&question), &call("{\"x\":1}"));
         let edited =
             world.call(&[question.clone(), call("{\"x\":2}"), message("tool", "2")], &message("assistant", "a"));
         assert_eq!(edited.fork_cause.as_deref(), Some("history edited at message 1"));
@@ -625,7 +625,7 @@ mod tests {
     fn a_discarded_history_starts_again_with_its_cause() {
         let mut world = World::default();
         let messages = [message("user", "q"), message("assistant", "a"), message("user", "q2")];
-        world.call(&messages[..1], &messages[1]);
+        let _ = world.call(&messages[..1], &messages[1]);
         let (mut plan, _) = world.plan(0, &messages);
         assert_eq!(plan.known_messages, 2);
         plan.discard_history("template rewrites history");
@@ -666,7 +666,7 @@ mod tests {
                 let parallel = 1 + if draw.chance(25) { draw.below(4) } else { 0 };
                 if draw.chance(15) {
                     let other = conversations[draw.below(conversations.len())].clone();
-                    world.call(&other, &message("assistant", format!("meanwhile {step}")));
+                    let _ = world.call(&other, &message("assistant", format!("meanwhile {step}")));
                 }
                 for i in 0..parallel {
                     let text = if draw.chance(20) { "same".into() } else { format!("a {step} {i}") };

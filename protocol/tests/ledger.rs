@@ -22,7 +22,7 @@ fn spec() -> JobSpec {
     };
     JobSpec {
         name: "test".into(),
-        model: ModelName::new("m").unwrap(),
+        model: ModelName::new("m").expect("a valid name"),
         seed: 1,
         steps: 2,
         groups_per_step: 2,
@@ -215,4 +215,18 @@ fn an_evaluation_comes_first_and_its_scores_have_intervals() {
     assert!((score.mean - 0.5).abs() < 1e-9 && (score.ci95 - 0.5658).abs() < 1e-3);
     l.handle_evaluated(done);
     assert!(matches!(claim(&mut l, ALICE, 1)[0].purpose, Purpose::Train));
+}
+
+#[test]
+fn a_leader_that_starts_over_in_its_term_draws_new_ids_and_adopts_its_own_groups() {
+    let mut before = ledger(spec()).counting_from(1 << 20);
+    let given = claim(&mut before, ALICE, 3);
+    let mut after = ledger(spec()).counting_from(2 << 20);
+    assert_eq!(after.handle_rollout(rollout(&given[0], 1.0)), Admission::Accepted);
+    assert_eq!((after.accepted(), after.adopted_groups()), (1, 1));
+    let again = claim(&mut after, BOB, 8);
+    assert_eq!(again[0].group, given[0].group, "the adopted group is completed first");
+    let groups = |list: &[Assignment]| list.iter().map(|a| a.group).collect::<std::collections::BTreeSet<_>>();
+    assert_eq!(groups(&again).intersection(&groups(&given)).count(), 1);
+    assert!(again.iter().all(|a| given.iter().all(|b| a.episode != b.episode)), "no id is given out twice");
 }

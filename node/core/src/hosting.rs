@@ -159,7 +159,18 @@ impl Hosting {
     ) -> Result<(), HostError> {
         let bytes = self.blobs.fetch(weights, peers).await?;
         let hosted = self.get(model);
-        let config = if hosted.is_some() { None } else { Some(self.config(state, peers).await?) };
+        let config = if hosted.is_some() {
+            None
+        } else {
+            // The files of the model too: whoever serves it must be able to give them to a gateway when the nodes
+            // that made it are gone.
+            for (file, manifest) in &state.files {
+                if let Err(e) = self.blobs.hold(manifest, peers).await {
+                    tracing::warn!(%model, file, error = %e, "this server does not hold a file of the model");
+                }
+            }
+            Some(self.config(state, peers).await?)
+        };
         let (device, options, version) = (self.device.clone(), self.options.clone(), state.version);
         // A model's first engine keeps the configuration: a model name stands for one architecture.
         let loaded = tokio::task::spawn_blocking(move || -> Result<Hosted, HostError> {

@@ -1,4 +1,5 @@
 //! Groups over the memory network and memory stores, in virtual time.
+#![expect(clippy::unwrap_used, reason = "a test's helper fails its test by panicking")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};

@@ -4,6 +4,7 @@
 //! dot products of 16 to 24 terms, so errors of some 1e-6 are expected, and 2e-5 is a margin of ten; gradients are
 //! compared with 5e-5 of the parameter's largest one for the same reason. AdamW's first step divides a gradient by
 //! its own size: there the same relative error moves an update by that share of the learning rate.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking, helpers included")]
 
 use std::sync::mpsc;
 

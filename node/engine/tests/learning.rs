@@ -1,4 +1,5 @@
 //! The whole loop on problems that have to be solved within seconds: supervised copying, and a bandit by GRPO.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking, helpers included")]
 
 use std::sync::mpsc;
 

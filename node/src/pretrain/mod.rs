@@ -153,13 +153,9 @@ mod tests {
         })
         .unwrap();
         let exercise = Exercise::calculator("12 + 34 * 56").unwrap();
-        let text = format.decode(&exercise.sample().tokens);
-        assert_eq!(
-            text,
-            "<|tools|>calc(x)<|end|><|user|>12+34*56<|end|><|assistant|><|call|>calc{\"x\":\"34*56\"}<|end|>\
-             <|tool|>1904<|end|><|assistant|><|call|>calc{\"x\":\"12+1904\"}<|end|><|tool|>1916<|end|>\
-             <|assistant|>1916<|end|>"
-        );
-        assert_eq!(format.encode(&text).unwrap(), exercise.sample().tokens);
+        let text = "<|tools|>calc(x)<|end|><|user|>12+34*56<|end|><|assistant|><|call|>calc{\"x\":\"34*56\"}<|end|>\
+                    <|tool|>1904<|end|><|assistant|><|call|>calc{\"x\":\"12+1904\"}<|end|><|tool|>1916<|end|>\
+                    <|assistant|>1916<|end|>";
+        assert_eq!(format.encode(text).unwrap(), exercise.sample().tokens);
     }
 }

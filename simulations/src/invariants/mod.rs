@@ -11,8 +11,11 @@ use crate::world::World;
 /// What a checker found: the property and the states that conflict.
 pub type Violation = String;
 
+/// Looks at the world after an event.
+pub type Checker = fn(&World) -> Result<(), Violation>;
+
 /// Every checker, with its name.
-pub const ALL: [(&str, fn(&World) -> Result<(), Violation>); 5] = [
+pub const ALL: [(&str, Checker); 5] = [
     ("I2 committed versions form one chain", i2_version_chain::check),
     ("I3 no rollout is consumed twice", i3_consumed_once::check),
     ("I5 consumed episodes are within the staleness bound", i5_staleness::check),

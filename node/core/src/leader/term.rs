@@ -144,7 +144,9 @@ impl<'a> JobRun<'a> {
         };
         let trainer =
             TrainerThread::spawn(config, weights, optimizer_state, &job.spec.trainer, context.trainer.clone())?;
-        let ledger = Ledger::new(job.clone(), term, state.version, tasks);
+        // This term may have been led from here before. No start gives out a million episodes in a millisecond.
+        let first = (context.clock)().0.saturating_mul(1 << 20);
+        let ledger = Ledger::new(job.clone(), term, state.version, tasks).counting_from(first);
         *desk.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(Open { term, ledger });
         let run = Self {
             desk,

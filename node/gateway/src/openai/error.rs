@@ -60,7 +60,9 @@ impl ApiError {
     /// From a JSON syntax or shape error of `what`, with the field's path.
     pub(crate) fn json(e: &serde_path_to_error::Error<serde_json::Error>) -> Self {
         let reason = e.inner().to_string();
-        let path = Some(e.path().to_string()).filter(|p| p != "." && !p.is_empty());
+        // A `?` is a place that has no name: the body ended, or is no JSON, before one came.
+        let path = e.path().to_string();
+        let path = Some(path.trim_end_matches(['.', '?']).to_owned()).filter(|p| !p.is_empty());
         // serde names a field that is missing or unknown only in its message.
         let quoted = reason.split('`').nth(1).map(str::to_owned);
         if let (Some(name), true) = (&quoted, reason.starts_with("unknown field")) {
