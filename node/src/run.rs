@@ -83,16 +83,10 @@ pub async fn run(data: DataDir, settings: RunSettings, ticket: Option<Ticket>) -
 
     let signer: Arc<Identity> = Arc::new(identity);
     let verifier = Arc::new(Ed25519Verifier);
-    let core = NodeCore::start(
-        core_config(&settings, &*mesh),
-        mesh.clone(),
-        store,
-        signer,
-        verifier.clone(),
-        shutdown.clone(),
-    )
-    .await
-    .context("cannot start the node")?;
+    let core =
+        NodeCore::start(core_config(&settings, &mesh), mesh.clone(), store, signer, verifier.clone(), shutdown.clone())
+            .await
+            .context("cannot start the node")?;
     mesh.serve(Arc::new(Dispatch(core.clone())));
 
     let listener =

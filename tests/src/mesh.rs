@@ -195,7 +195,10 @@ impl TestMesh {
             }
             let told = |(i, v): &(usize, Value)| {
                 let name = self[*i].name();
-                format!("{name}: version {} term {} leads {} {}", v["version"], v["term"], v["is_leader"], v["activity"])
+                format!(
+                    "{name}: version {} term {} leads {} {}",
+                    v["version"], v["term"], v["is_leader"], v["activity"]
+                )
             };
             Err(views.iter().map(told).collect::<Vec<_>>().join("; "))
         })
@@ -221,7 +224,9 @@ impl TestMesh {
             if !name.bytes().all(|b| b.is_ascii_digit()) || name == std::process::id().to_string() {
                 continue;
             }
-            let read = |file: &str| String::from_utf8_lossy(&std::fs::read(entry.path().join(file)).unwrap_or_default()).into_owned();
+            let read = |file: &str| {
+                String::from_utf8_lossy(&std::fs::read(entry.path().join(file)).unwrap_or_default()).into_owned()
+            };
             if read("cmdline").contains(&root) || read("environ").contains(&root) {
                 found.push(format!("{name}: {}", read("cmdline").replace('\0', " ")));
             }

@@ -215,7 +215,8 @@ impl TestNode {
                 bail!("{name} ended at its start ({status}), see {}", log.display());
             }
         };
-        let text = |field: &str| running[field].as_str().map(str::to_owned).with_context(|| format!("node.json: {field}"));
+        let text =
+            |field: &str| running[field].as_str().map(str::to_owned).with_context(|| format!("node.json: {field}"));
         self.http = text("http")?;
         self.id = text("node")?;
         Ok(())

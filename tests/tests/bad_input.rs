@@ -89,7 +89,10 @@ async fn a_job_file_is_refused_with_its_field_and_line() -> anyhow::Result<()> {
         (good.replace("1e-5", "nan"), vec!["`trainer.learning_rate`".into(), "NaN".into()]),
         (good.replace("steps = 1\n", ""), vec!["steps".into()]),
         (good.replace(MODEL, "a b"), vec!["name".into(), "a b".into()]),
-        (good.replace(&format!("name = {MODEL:?}"), "name = \"x\"\npath = \"nowhere\""), vec!["model.path".into(), "nowhere".into()]),
+        (
+            good.replace(&format!("name = {MODEL:?}"), "name = \"x\"\npath = \"nowhere\""),
+            vec!["model.path".into(), "nowhere".into()],
+        ),
         (tasks("none.jsonl"), vec!["none.jsonl".into(), "cannot read".into()]),
         (tasks("bad-id.jsonl"), vec!["bad-id.jsonl".into(), "line 2".into(), "id".into()]),
         (tasks("bad-json.jsonl"), vec!["bad-json.jsonl".into(), "line 3".into()]),
@@ -155,7 +158,12 @@ async fn bad_bodies_are_refused_in_openais_shape() -> anyhow::Result<()> {
     let cases = [
         ("not json".to_owned(), 400, "invalid_json", None),
         ("{\"model\": \"x\"".into(), 400, "invalid_json", None),
-        (chat(&|b| drop(b.as_object_mut().map(|o| o.remove("messages")))), 400, "missing_required_parameter", Some("messages")),
+        (
+            chat(&|b| drop(b.as_object_mut().map(|o| o.remove("messages")))),
+            400,
+            "missing_required_parameter",
+            Some("messages"),
+        ),
         (set("messages", json!("hi")), 400, "invalid_value", Some("messages")),
         (set("messages", json!([])), 400, "invalid_value", Some("messages")),
         (set("messages", json!([{ "role": "boss", "content": "hi" }])), 400, "invalid_value", Some("messages[0].role")),
@@ -167,10 +175,20 @@ async fn bad_bodies_are_refused_in_openais_shape() -> anyhow::Result<()> {
         (set("top_logprobs", json!(99)), 400, "invalid_value", Some("top_logprobs")),
         (set("presence_penalty", json!(0.5)), 400, "unsupported_parameter", Some("presence_penalty")),
         (set("logit_bias", json!({ "5": 1 })), 400, "unsupported_parameter", Some("logit_bias")),
-        (set("response_format", json!({ "type": "json_object" })), 400, "unsupported_parameter", Some("response_format")),
+        (
+            set("response_format", json!({ "type": "json_object" })),
+            400,
+            "unsupported_parameter",
+            Some("response_format"),
+        ),
         (set("made_up", json!(1)), 400, "unknown_parameter", Some("made_up")),
         (set("model", json!("nobody")), 404, "model_not_found", Some("model")),
-        (set("messages", json!([{ "role": "user", "content": "9".repeat(5000) }])), 400, "context_length_exceeded", Some("messages")),
+        (
+            set("messages", json!([{ "role": "user", "content": "9".repeat(5000) }])),
+            400,
+            "context_length_exceeded",
+            Some("messages"),
+        ),
     ];
     let mut wrong = String::new();
     for (body, status, code, param) in cases {
@@ -195,7 +213,8 @@ async fn bad_bodies_are_refused_in_openais_shape() -> anyhow::Result<()> {
     ] {
         let got = node.call(Method::POST, "/v1/episodes", None, body.to_string()).await?;
         // A list is a wrong body, whatever it is called.
-        let code = if param.is_none() { got.1["error"]["code"].as_str().unwrap_or(code).to_owned() } else { code.into() };
+        let code =
+            if param.is_none() { got.1["error"]["code"].as_str().unwrap_or(code).to_owned() } else { code.into() };
         if let Err(e) = ensure_error(&got, 400, &code, param) {
             writeln!(wrong, "episodes {body}: {e}")?;
         }
@@ -204,7 +223,10 @@ async fn bad_bodies_are_refused_in_openais_shape() -> anyhow::Result<()> {
     for route in ["/starling/v1/status", "/starling/v1/nodes"] {
         for key in [None, Some("st-guessed")] {
             let (status, body) = node.call(Method::GET, route, key, "").await?;
-            ensure!(status == StatusCode::UNAUTHORIZED && body["error"]["message"].is_string(), "{route}: {status} {body}");
+            ensure!(
+                status == StatusCode::UNAUTHORIZED && body["error"]["message"].is_string(),
+                "{route}: {status} {body}"
+            );
         }
     }
     // After all that, a good one is answered.
@@ -370,7 +392,11 @@ async fn an_address_that_cannot_be_reached_is_named_with_its_cause() -> anyhow::
         };
         let waits = status["doing"].to_string();
         let refused = status["unreachable"].to_string().contains("connection refused");
-        if addresses.iter().all(|a| told(a)) && refused && waits.contains("cannot reach") { Ok(()) } else { Err(format!("{} {waits}", status["unreachable"])) }
+        if addresses.iter().all(|a| told(a)) && refused && waits.contains("cannot reach") {
+            Ok(())
+        } else {
+            Err(format!("{} {waits}", status["unreachable"]))
+        }
     })
     .await?;
     mesh.passed();

@@ -79,7 +79,11 @@ async fn any_process_may_be_killed_twenty_times() -> anyhow::Result<()> {
         let views = mesh.model_views().await;
         let facts = |v: &serde_json::Value| (v["version"].clone(), v["jobs"][0]["end"].clone());
         let same = views.iter().all(|(_, v)| facts(v) == facts(&views[0].1) && !v["jobs"][0]["end"].is_null());
-        if views.len() == SERVERS && same { Ok(()) } else { Err(format!("{:?}", views.iter().map(|(i, v)| (i, facts(v))).collect::<Vec<_>>())) }
+        if views.len() == SERVERS && same {
+            Ok(())
+        } else {
+            Err(format!("{:?}", views.iter().map(|(i, v)| (i, facts(v))).collect::<Vec<_>>()))
+        }
     })
     .await?;
     let last = mesh.version().await;

@@ -12,8 +12,11 @@ use std::time::Duration;
 
 /// Limit of one chunk request: 1 MiB at 1 Mbit/s, with room for a busy peer.
 const CHUNK_LIMIT: Duration = Duration::from_secs(10);
-/// Limit of a [`BlobCall::Hold`], in which the peer fetches everything.
-const HOLD_LIMIT: Duration = Duration::from_secs(60);
+/// Limit of a [`BlobCall::Hold`] whatever its size: a peer that was killed and came back under the same name may
+/// still have a dead connection, and another holder is better than waiting for it to be noticed.
+const HOLD_LIMIT: Duration = Duration::from_secs(5);
+/// What each MiB adds to it.
+const HOLD_LIMIT_PER_MIB: Duration = Duration::from_secs(1);
 
 /// Why bytes could not be had or placed. Nothing wrong was stored; retry with other peers.
 #[derive(Debug, thiserror::Error)]
@@ -129,8 +132,10 @@ impl Blobs {
     /// # Errors
     /// The peer's refusal or the call's failure, in words.
     pub async fn place(&self, peer: NodeId, manifests: Vec<Manifest>) -> Result<(), String> {
+        let mib = manifests.iter().map(|m| m.len_bytes >> 20).sum::<u64>();
+        let limit = HOLD_LIMIT + HOLD_LIMIT_PER_MIB * u32::try_from(mib).unwrap_or(u32::MAX);
         let call = BlobCall::Hold { manifests, from: self.transport.local() };
-        match self.ask(peer, &call, HOLD_LIMIT).await {
+        match self.ask(peer, &call, limit).await {
             Ok(BlobReply::Held) => Ok(()),
             Ok(BlobReply::Refused(why)) => Err(why),
             Ok(BlobReply::Chunk(_) | BlobReply::Missing(_)) => Err("an answer to another question".into()),

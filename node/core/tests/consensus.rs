@@ -1,5 +1,6 @@
 //! Groups over the memory network and memory stores, in virtual time.
 #![expect(clippy::unwrap_used, reason = "a test's helper fails its test by panicking")]
+#![allow(clippy::large_futures, reason = "a test runs one node a task; the stack is large enough")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};

@@ -246,7 +246,7 @@ impl Call {
         let frame = next_frame(&mut self.answers);
         let timeout = self.inner.config.frame_timeout;
         let frame = async {
-            tokio::time::timeout(timeout, frame).await.map_err(|_| {
+            tokio::time::timeout(timeout, frame).await.map_err(|_elapsed| {
                 let message = format!("the engine was silent for {} s", timeout.as_secs());
                 ApiError::new(StatusCode::GATEWAY_TIMEOUT, "engine_timeout", message)
             })

@@ -188,7 +188,6 @@ impl Gateway {
     }
 
     /// The HTTP routes under `/v1`.
-    #[must_use]
     pub fn router(&self) -> axum::Router {
         crate::http::router(self.clone())
     }

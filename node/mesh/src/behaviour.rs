@@ -1,10 +1,11 @@
 //! All protocols of a node, put together.
 
-use crate::config::{MeshConfig, Names};
+use crate::config::{MeshConfig, Names, is_loopback};
 use crate::error::MeshError;
 use crate::shared::Shared;
 use crate::substreams;
 use libp2p::core::transport::dummy::DummyTransport;
+use libp2p::core::upgrade::Version;
 use libp2p::gossipsub::{
     self, AllowAllSubscriptionFilter, IdentityTransform, MaxCountSubscriptionFilter, MessageAuthenticity,
     PeerScoreParams, PeerScoreThresholds, TopicScoreParams, ValidationMode,
@@ -69,6 +70,9 @@ pub(crate) fn swarm(config: &MeshConfig, shared: &Arc<Shared>) -> Result<Swarm<B
                 .map_err(|e| setup("the protocols", e.to_string()))?
                 .with_swarm_config(|c| {
                     c.with_idle_connection_timeout(config.limits.connection_idle)
+                        // A new stream's first bytes go along with the protocol's name: a round trip less, and over
+                        // TCP half the CPU. All peers speak what we ask for, since identify has said so.
+                        .with_substream_upgrade_protocol_override(Version::V1Lazy)
                         // A burst of generations: 128 of `Limits::streams_per_peer`, and calls.
                         .with_max_negotiating_inbound_streams(256)
                         .with_smart_dial()
@@ -90,7 +94,8 @@ pub(crate) fn swarm(config: &MeshConfig, shared: &Arc<Shared>) -> Result<Swarm<B
 fn quic_config(mut quic: quic::Config, config: &MeshConfig) -> quic::Config {
     quic.handshake_timeout = config.limits.dial;
     quic.max_concurrent_stream_limit = u32::try_from(MUXED_STREAMS_MAX).unwrap_or(u32::MAX);
-    quic
+    // The loopback device takes packets of 64 KiB, which costs far less CPU per byte.
+    if config.listen.iter().all(is_loopback) { quic.mtu_upper_bound(u16::MAX - 8) } else { quic }
 }
 
 impl Behaviour {

@@ -96,7 +96,7 @@ impl Driver {
                 _ = tick.tick() => self.on_tick(Instant::now()),
             }
         };
-        self.close().await;
+        Box::pin(self.close()).await;
         done.map(|reply| reply.send(()));
     }
 

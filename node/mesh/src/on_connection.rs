@@ -208,7 +208,8 @@ impl Driver {
             }
         }
         let former = self.shared.book().seen_nodes();
-        let due = |n: &NodeId| self.dials.is_due(*n, now) && self.shared.link(*n).is_none() && !self.scores.is_banned(*n);
+        let due =
+            |n: &NodeId| self.dials.is_due(*n, now) && self.shared.link(*n).is_none() && !self.scores.is_banned(*n);
         let due: Vec<_> = former.into_iter().take(FORMER_PEERS_MAX).filter(due).take(REDIALS_PER_TICK).collect();
         for node in due {
             self.connect(node, None);

@@ -313,7 +313,8 @@ impl Groups {
         if lock(&self.groups).len() >= GROUPS_MAX {
             return Err(GroupError::TooMany { model: model.clone(), max: GROUPS_MAX });
         }
-        let group = self.scope.run(self.start_group(model)).await?;
+        // openraft's start alone is a future of 16 KiB.
+        let group = self.scope.run(Box::pin(self.start_group(model))).await?;
         lock(&self.groups).insert(model.clone(), group.clone());
         drop(self.scope.spawn(self.clone().watch_over(group.clone())));
         drop(self.scope.spawn(self.clone().pilot(group.clone())));

@@ -29,7 +29,7 @@ pub(super) async fn complete(
             return Err(ApiError::new(StatusCode::CONFLICT, "lease_lost", message));
         }
     }
-    let permit = Arc::clone(&gateway.0.in_flight).try_acquire_owned().map_err(|_| {
+    let permit = Arc::clone(&gateway.0.in_flight).try_acquire_owned().map_err(|_full| {
         let max = gateway.0.config.in_flight_max;
         ApiError::new(
             StatusCode::TOO_MANY_REQUESTS,

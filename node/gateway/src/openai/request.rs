@@ -114,6 +114,9 @@ struct StreamOptions {
 #[derive(Debug)]
 struct Stop(Vec<String>);
 
+/// A field's name, its value, and which values of it change nothing.
+type Unhonoured<'a> = (&'static str, &'a Option<Value>, &'a dyn Fn(&Value) -> bool);
+
 impl<'de> Deserialize<'de> for Stop {
     fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
         struct OneOrMore;
@@ -191,7 +194,7 @@ impl<'a> ChatRequest<'a> {
         if let Some(k) = self.top_k {
             // -1 is what other servers call "all".
             let k = if k == -1 { 0 } else { k };
-            sampling.top_k = u32::try_from(k).map_err(|_| ApiError::invalid("top_k", "-1, 0 or a count"))?;
+            sampling.top_k = u32::try_from(k).map_err(|_other| ApiError::invalid("top_k", "-1, 0 or a count"))?;
         }
         let given = match (self.max_completion_tokens, self.max_tokens) {
             (Some(a), Some(b)) if a != b => {
@@ -253,7 +256,7 @@ impl<'a> ChatRequest<'a> {
         let zero = |v: &Value| v.as_f64() == Some(0.0);
         let empty = |v: &Value| v.as_object().is_some_and(serde_json::Map::is_empty);
         let never = |_: &Value| false;
-        let fields: [(&'static str, &Option<Value>, &dyn Fn(&Value) -> bool); 16] = [
+        let fields: [Unhonoured<'_>; 16] = [
             ("presence_penalty", &self.presence_penalty, &zero),
             ("frequency_penalty", &self.frequency_penalty, &zero),
             ("logit_bias", &self.logit_bias, &empty),

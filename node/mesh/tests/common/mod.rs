@@ -1,6 +1,7 @@
 //! Nodes on 127.0.0.1 with a logic that records what comes.
 #![allow(dead_code, reason = "each test file uses a part")]
 #![allow(clippy::unwrap_used, reason = "tests")]
+#![allow(unreachable_pub, reason = "shared by several test binaries, each of which is a crate of its own")]
 
 use async_trait::async_trait;
 use bytes::Bytes;
