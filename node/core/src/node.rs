@@ -393,8 +393,16 @@ impl NodeCore {
             LeaderCall::Propose { entry, .. } => {
                 use crate::consensus::ProposeError;
                 use starling_protocol::control::Applied;
-                if !matches!(*entry, ControlEntry::JobSubmitted { .. } | ControlEntry::JobEnded { .. }) {
-                    return Ok(LeaderReply::Refused("only jobs may be proposed by another node".into()));
+                // A step is its leader's own; jobs may come from anywhere, and so may the first entry of a group whose
+                // creator lost its first election.
+                let foreign = matches!(
+                    *entry,
+                    ControlEntry::ModelCreated { .. }
+                        | ControlEntry::JobSubmitted { .. }
+                        | ControlEntry::JobEnded { .. }
+                );
+                if !foreign {
+                    return Ok(LeaderReply::Refused("only a leader proposes steps and evaluations".into()));
                 }
                 Ok(match self.groups.propose(&model, *entry).await {
                     Ok(Applied::Yes | Applied::Already) => LeaderReply::Done,
