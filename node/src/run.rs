@@ -30,6 +30,9 @@ use tokio_util::sync::CancellationToken;
 const COMPUTE_NICE: i32 = 10;
 /// How often leases of episodes begun over HTTP are renewed.
 const RENEW_BEAT: Duration = Duration::from_secs(5);
+/// How often the nodes seen are written down, if there is news. The first node of a mesh has no ticket: killed before
+/// this, it knows nobody when it is back.
+const REMEMBER_BEAT: Duration = Duration::from_millis(250);
 
 /// Milliseconds since the epoch.
 #[must_use]
@@ -259,7 +262,7 @@ async fn keep_episodes(node: Node, shutdown: CancellationToken) {
 
 /// Keeps `mesh.json` up to date with the nodes seen, so that a node finds its mesh again without its first ticket.
 async fn remember_peers(data: DataDir, mut mesh: MeshFile, node: Node, shutdown: CancellationToken) {
-    let mut beat = tokio::time::interval(Duration::from_secs(3));
+    let mut beat = tokio::time::interval(REMEMBER_BEAT);
     loop {
         tokio::select! {
             biased;

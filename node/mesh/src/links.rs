@@ -71,8 +71,15 @@ impl Link {
         self.lock().confirmed = true;
     }
 
+    /// From now on new streams go over this connection. The ones before it may lead to a process that was killed:
+    /// QUIC notices that only after its idle timeout, and a restarted peer would be deaf for so long.
     pub(crate) fn add_connection(&self, id: ConnectionId, opens: mpsc::Sender<Open>) {
-        self.lock().connections.push((id, opens));
+        let old = {
+            let mut state = self.lock();
+            state.connections.push((id, opens));
+            std::mem::take(&mut state.idle)
+        };
+        drop(old); // outside the lock
     }
 
     /// Forgets a connection and its idle streams; says whether none is left.
@@ -93,7 +100,7 @@ impl Link {
     /// Keeps a stream whose call is over for the next call.
     pub(crate) fn put_idle(&self, now: Instant, stream: CallStream) {
         let mut state = self.lock();
-        if state.connections.iter().any(|(c, _)| *c == stream.connection) {
+        if state.connections.last().is_some_and(|(c, _)| *c == stream.connection) {
             state.idle.push((now, stream));
         }
     }
@@ -108,11 +115,11 @@ impl Link {
         drop(old); // outside the lock
     }
 
-    /// Opens a substream on the oldest connection.
+    /// Opens a substream on the newest connection.
     pub(crate) async fn open(&self, kind: Kind) -> Result<(ConnectionId, Stream), OpenError> {
         // Bound to a name so that the lock is not held while waiting.
-        let first = self.lock().connections.first().cloned();
-        let (id, opens) = first.ok_or(OpenError::Closed)?;
+        let newest = self.lock().connections.last().cloned();
+        let (id, opens) = newest.ok_or(OpenError::Closed)?;
         let (reply, answer) = oneshot::channel();
         opens.send(Open { kind, reply }).await.map_err(|_closed| OpenError::Closed)?;
         let stream = answer.await.map_err(|_closed| OpenError::Closed)??;

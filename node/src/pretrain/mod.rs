@@ -1,7 +1,7 @@
 //! `starling pretrain`: the embedded byte-level model, trained by supervision on its two task sets.
 //!
 //! Seeded and reproducible: the same seed, steps and number of threads give the same bytes. The teacher is careless
-//! on purpose ([`SLIPS`]): the model imitates slips as well, about as often as they were shown, and that is what
+//! on purpose (see `SLIPS`): the model imitates slips as well, about as often as they were shown, and that is what
 //! reinforcement learning can then teach it to leave. The reward itself is exact equality of the answer.
 
 mod data;
