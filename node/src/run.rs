@@ -11,7 +11,7 @@ use starling_agents::Runner;
 use starling_bootstrap::identity::{Ed25519Verifier, Identity};
 use starling_bootstrap::ticket::{Ticket, parse_address};
 use starling_core::consensus::GroupConfig;
-use starling_core::leader::TrainerOptions;
+use starling_core::compute::{LocalCompute, TrainerOptions};
 use starling_core::membership::MembershipConfig;
 use starling_core::transport::Transport;
 use starling_core::{CoreConfig, Dispatch, NodeCore};
@@ -224,18 +224,16 @@ fn core_config(settings: &RunSettings, mesh: &Mesh) -> CoreConfig {
         },
         membership: MembershipConfig::default(),
         groups: GroupConfig { witness: !settings.roles.contains(&Role::Server), ..GroupConfig::default() },
-        inference: InferenceOptions {
-            max_batch: 128,
-            max_batch_tokens: 8192,
-            threads: settings.threads,
-            nice: COMPUTE_NICE,
-        },
-        trainer: TrainerOptions {
+        compute: Arc::new(LocalCompute {
             device: Device::Cpu,
-            threads: settings.threads,
-            nice: COMPUTE_NICE,
-            micro_batch_tokens: 8192,
-        },
+            inference: InferenceOptions {
+                max_batch: 128,
+                max_batch_tokens: 8192,
+                threads: settings.threads,
+                nice: COMPUTE_NICE,
+            },
+            trainer: TrainerOptions { threads: settings.threads, nice: COMPUTE_NICE, micro_batch_tokens: 8192 },
+        }),
         seed: rand::random(),
         clock: Arc::new(wall_clock),
     }

@@ -1,5 +1,6 @@
 //! Weights, model files and task sets as content-addressed chunks: serving, fetching, placing on other nodes.
 
+use crate::runtime::{Stopped, blocking};
 use crate::transport::{CallError, InboundError, SharedTransport};
 use bytes::Bytes;
 use starling_protocol::codec::{DecodeError, decode, encode};
@@ -38,9 +39,9 @@ pub enum BlobError {
         /// Peers and their answers.
         tried: String,
     },
-    /// A blocking task was cancelled: the node is shutting down.
-    #[error("the node is shutting down")]
-    Closed,
+    /// The node ends.
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
 }
 
 /// The node's blobs.
@@ -54,10 +55,6 @@ impl std::fmt::Debug for Blobs {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Blobs")
     }
-}
-
-async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> Result<T, BlobError> {
-    tokio::task::spawn_blocking(f).await.map_err(|_cancelled| BlobError::Closed)
 }
 
 impl Blobs {

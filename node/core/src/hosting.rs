@@ -2,9 +2,11 @@
 
 use crate::blobs::{BlobError, Blobs};
 use crate::transport::{FrameRecv, FrameSend, FrameStream};
+use crate::compute::{Compute, Engine};
+use crate::runtime::{Stopped, blocking};
+use crate::watch;
 use starling_engine::{
-    EngineError, FinishReason as EngineFinish, GenerateRequest, InferenceEngine, InferenceOptions, LlamaConfig,
-    SampledToken, SamplingParams, TokenSink, Weights,
+    EngineError, FinishReason as EngineFinish, GenerateRequest, SampledToken, SamplingParams, TokenSink,
 };
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::ModelState;
@@ -16,7 +18,7 @@ use starling_protocol::wire::{FRAME_LEN_BYTES_MAX, Generate, GenerateControl, Ge
 use starling_protocol::{ModelName, NodeId, PolicyVersion};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 
 /// Versions whose weights stay in the store beside the first one: running fetches of the last ones go on.
 const VERSIONS_KEPT: usize = 4;
@@ -42,15 +44,15 @@ pub enum HostError {
     /// The engine refused them.
     #[error("engine: {0}")]
     Engine(String),
-    /// A blocking task was cancelled.
-    #[error("the node is shutting down")]
-    Closed,
+    /// The node ends.
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
 }
 
 /// A model's engine with what it needs to sign.
 #[derive(Clone)]
 struct Hosted {
-    engine: InferenceEngine,
+    engine: Arc<dyn Engine>,
     version: PolicyVersion,
 }
 
@@ -58,8 +60,7 @@ struct Hosted {
 pub struct Hosting {
     blobs: Blobs,
     signer: Arc<dyn Signer>,
-    device: candle_core::Device,
-    options: InferenceOptions,
+    compute: Arc<dyn Compute>,
     models: Mutex<BTreeMap<ModelName, Hosted>>,
     /// Grows with every change of [`Hosting::list`]'s versions.
     changed: watch::Sender<u64>,
@@ -72,16 +73,11 @@ impl std::fmt::Debug for Hosting {
 }
 
 impl Hosting {
-    /// Nothing hosted yet; engines run on `device` with `options`.
+    /// Nothing hosted yet; engines are `compute`'s.
     #[must_use]
-    pub fn new(
-        blobs: Blobs,
-        signer: Arc<dyn Signer>,
-        device: candle_core::Device,
-        options: InferenceOptions,
-    ) -> Arc<Self> {
-        let changed = watch::Sender::new(0);
-        Arc::new(Self { blobs, signer, device, options, models: Mutex::new(BTreeMap::new()), changed })
+    pub fn new(blobs: Blobs, signer: Arc<dyn Signer>, compute: Arc<dyn Compute>) -> Arc<Self> {
+        let (changed, _) = watch::channel(0);
+        Arc::new(Self { blobs, signer, compute, models: Mutex::new(BTreeMap::new()), changed })
     }
 
     /// What is served now, for the node record.
@@ -91,8 +87,7 @@ impl Hosting {
         models
             .iter()
             .map(|(name, h)| {
-                let s = h.engine.stats();
-                let queue = u32::try_from(s.running + s.waiting).unwrap_or(u32::MAX);
+                let queue = u32::try_from(h.engine.queue()).unwrap_or(u32::MAX);
                 HostedModel { model: name.clone(), version: h.version, queue }
             })
             .collect()
@@ -101,7 +96,7 @@ impl Hosting {
     /// Signals when a model or its version changed.
     #[must_use]
     pub fn watch(&self) -> watch::Receiver<u64> {
-        self.changed.subscribe()
+        self.changed.receiver()
     }
 
     fn get(&self, model: &ModelName) -> Option<Hosted> {
@@ -113,7 +108,7 @@ impl Hosting {
     pub async fn follow(
         self: Arc<Self>,
         model: ModelName,
-        mut state: crate::consensus::watch::Receiver<Arc<ModelState>>,
+        mut state: watch::Receiver<Arc<ModelState>>,
         peers: impl Fn() -> Vec<NodeId> + Send,
     ) {
         let mut kept: Vec<Manifest> = Vec::new();
@@ -171,43 +166,30 @@ impl Hosting {
             }
             Some(self.config(state, peers).await?)
         };
-        let (device, options, version) = (self.device.clone(), self.options.clone(), state.version);
+        let (compute, version) = (self.compute.clone(), state.version);
         // A model's first engine keeps the configuration: a model name stands for one architecture.
-        let loaded = tokio::task::spawn_blocking(move || -> Result<Hosted, HostError> {
-            let engine_error = |e: EngineError| HostError::Engine(e.to_string());
-            match (hosted, config) {
-                (Some(h), _) => {
-                    let weights = Weights::from_safetensors(h.engine.config(), &bytes, &device)
-                        .map_err(|e| HostError::Engine(e.to_string()))?;
-                    h.engine.swap_weights(weights, version.0).map_err(engine_error)?;
-                    Ok(Hosted { version, ..h })
-                }
-                (None, Some(config)) => {
-                    let weights = Weights::from_safetensors(&config, &bytes, &device)
-                        .map_err(|e| HostError::Engine(e.to_string()))?;
-                    let engine =
-                        InferenceEngine::spawn(config, weights, version.0, options, device).map_err(engine_error)?;
-                    Ok(Hosted { engine, version })
-                }
-                (None, None) => Err(HostError::Closed),
+        let loaded = blocking(move || match (hosted, config) {
+            (Some(h), _) => h.engine.swap_weights(&bytes, version).map(|()| Hosted { version, ..h }),
+            (None, config) => {
+                let engine = compute.start_engine(&config.unwrap_or_default(), &bytes, version)?;
+                Ok(Hosted { engine, version })
             }
         })
-        .await
-        .map_err(|_cancelled| HostError::Closed)??;
+        .await?
+        .map_err(HostError::Engine)?;
         self.models.lock().unwrap_or_else(PoisonError::into_inner).insert(model.clone(), loaded);
-        self.changed.send_modify(|n| *n += 1);
+        self.changed.modify(|n| {
+            *n += 1;
+            true
+        });
         Ok(())
     }
 
-    /// The model's configuration, from its `config.json`.
-    ///
-    /// # Errors
-    /// [`HostError::File`] when it is missing or wrong.
-    pub async fn config(&self, state: &ModelState, peers: &[NodeId]) -> Result<LlamaConfig, HostError> {
+    /// The model's `config.json`.
+    async fn config(&self, state: &ModelState, peers: &[NodeId]) -> Result<Vec<u8>, HostError> {
         let file = "config.json";
         let manifest = state.files.get(file).ok_or(HostError::File { file, reason: "missing".into() })?;
-        let bytes = self.blobs.fetch(manifest, peers).await?;
-        LlamaConfig::from_json(&bytes).map_err(|e| HostError::File { file, reason: e.to_string() })
+        Ok(self.blobs.fetch(manifest, peers).await?)
     }
 
     /// Serves one generation stream to its end.

@@ -4,6 +4,7 @@
 //! tokio's clock, so that the same code runs in a node and in the simulator.
 
 pub mod blobs;
+pub mod compute;
 pub mod consensus;
 pub mod hosting;
 pub mod leader;
@@ -12,7 +13,9 @@ pub mod memory_transport;
 pub mod models;
 pub mod node;
 pub mod rollouts;
+pub mod runtime;
 pub mod transport;
+pub mod watch;
 
 pub use node::{CoreConfig, Dispatch, NodeCore};
 

@@ -23,8 +23,8 @@ use starling_protocol::wire::{CALL_LEN_BYTES_MAX, FRAME_LEN_BYTES_MAX, GOSSIP_LE
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use crate::consensus::runtime::NodeScope;
-use crate::consensus::watch::lock;
+use crate::runtime::NodeScope;
+use crate::watch::lock;
 use crate::transport::{
     CallError, FrameRecv, FrameSend, FrameStream, Inbound, InboundError, SharedTransport, Transport, Verdict,
 };

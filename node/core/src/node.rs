@@ -1,16 +1,17 @@
 //! The composition: every service of a node, and what an incoming message goes to.
 
 use crate::blobs::Blobs;
+use crate::compute::Compute;
 use crate::consensus::{GroupConfig, Groups};
 use crate::hosting::Hosting;
-use crate::leader::{Clock, Desk, LeaderContext, TrainerOptions};
+use crate::leader::{Clock, Desk, LeaderContext};
 use crate::membership::{Membership, MembershipConfig};
 use crate::models::{LeaderError, Models};
 use crate::rollouts::Rollouts;
+use crate::runtime::spawn;
 use crate::transport::{FrameStream, Inbound, InboundError, SharedTransport, Verdict};
 use async_trait::async_trait;
 use bytes::Bytes;
-use starling_engine::InferenceOptions;
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{ControlEntry, ModelFiles, ModelState};
 use starling_protocol::ledger::LedgerCounts;
@@ -43,10 +44,8 @@ pub struct CoreConfig {
     pub membership: MembershipConfig,
     /// Raft.
     pub groups: GroupConfig,
-    /// Engines.
-    pub inference: InferenceOptions,
-    /// Trainers.
-    pub trainer: TrainerOptions,
+    /// Engines and trainers.
+    pub compute: Arc<dyn Compute>,
     /// Seeds election timeouts and SWIM; from the OS in a node, from the scenario in the simulator.
     pub seed: u64,
     /// Wall clock.
@@ -117,7 +116,7 @@ impl NodeCore {
             config.seed,
             shutdown.clone(),
         );
-        let hosting = Hosting::new(blobs.clone(), signer.clone(), config.trainer.device.clone(), config.inference);
+        let hosting = Hosting::new(blobs.clone(), signer.clone(), config.compute.clone());
         let context = LeaderContext {
             transport: transport.clone(),
             membership: membership.clone(),
@@ -125,7 +124,7 @@ impl NodeCore {
             rollouts: rollouts.clone(),
             blobs: blobs.clone(),
             models: models.clone(),
-            trainer: config.trainer,
+            compute: config.compute,
             clock: config.clock,
             shutdown: shutdown.clone(),
         };
@@ -151,7 +150,7 @@ impl NodeCore {
         for model in core.groups.open_existing().await? {
             core.adopt_group(&model);
         }
-        tokio::spawn(core.clone().announce());
+        spawn(core.clone().announce());
         Ok(core)
     }
 
@@ -303,7 +302,7 @@ impl NodeCore {
             let sources = move || models.sources_of(&name);
             let follow = self.hosting.clone().follow(model.clone(), state, sources);
             let shutdown = self.shutdown.clone();
-            tokio::spawn(async move {
+            spawn(async move {
                 tokio::select! { biased; () = shutdown.cancelled() => {}, () = follow => {} }
             });
         }

@@ -6,6 +6,7 @@
 //! ```
 
 use crate::membership::Membership;
+use crate::runtime::{blocking, spawn};
 use crate::transport::{InboundError, SharedTransport};
 use bytes::Bytes;
 use serde_bytes::ByteBuf;
@@ -95,7 +96,7 @@ impl Rollouts {
         shutdown: CancellationToken,
     ) -> Arc<Self> {
         let (announce, queue) = mpsc::channel(ANNOUNCE_QUEUE);
-        tokio::spawn(announcer(transport.clone(), queue, shutdown.clone()));
+        spawn(announcer(transport.clone(), queue, shutdown.clone()));
         Arc::new(Self {
             store,
             transport,
@@ -148,7 +149,7 @@ impl Rollouts {
         }
         held.sort_unstable();
         let (store, record) = (self.store.clone(), held.clone());
-        tokio::task::spawn_blocking(move || {
+        blocking(move || {
             let record = Acknowledged { id, job, holders: record };
             acknowledged::record_acknowledged(&*store, &[record], Durability::Buffered)
         })
@@ -167,7 +168,7 @@ impl Rollouts {
                 .entry(holder)
                 .or_insert_with(|| {
                     let (tx, rx) = mpsc::channel(HOLDER_QUEUE);
-                    tokio::spawn(put_batches(self.transport.clone(), holder, rx, self.shutdown.clone()));
+                    spawn(put_batches(self.transport.clone(), holder, rx, self.shutdown.clone()));
                     tx
                 })
                 .clone()
@@ -185,7 +186,7 @@ impl Rollouts {
         let call: RolloutCall =
             decode("rollout call", body, CALL_LEN_BYTES_MAX).map_err(|e| InboundError::Malformed(e.to_string()))?;
         let (store, verifier) = (self.store.clone(), self.verifier.clone());
-        let reply = tokio::task::spawn_blocking(move || answer(&store, &*verifier, from, call))
+        let reply = blocking(move || answer(&store, &*verifier, from, call))
             .await
             .map_err(|e| InboundError::Unavailable(e.to_string()))?;
         Ok(encode(&reply).into())
@@ -196,7 +197,7 @@ impl Rollouts {
     pub async fn fetch(&self, wanted: &[RolloutAnnouncement]) -> Vec<VerifiedRollout> {
         let ids: Vec<RolloutId> = wanted.iter().map(|w| w.id).collect();
         let store = self.store.clone();
-        let local = tokio::task::spawn_blocking(move || {
+        let local = blocking(move || {
             let read = |id: &RolloutId| rollouts::get_rollout(&*store, *id).ok().flatten().map(|b| (*id, b));
             ids.iter().filter_map(read).collect::<Vec<_>>()
         })
@@ -215,7 +216,7 @@ impl Rollouts {
             }
         }
         let verifier = self.verifier.clone();
-        tokio::task::spawn_blocking(move || {
+        blocking(move || {
             let mut good = Vec::with_capacity(found.len());
             for (id, bytes) in found {
                 match verify_rollout(id, &bytes, &*verifier) {
@@ -371,7 +372,7 @@ async fn put_batches(
             batch.push(p);
         }
         let transport = transport.clone();
-        tokio::spawn(async move {
+        spawn(async move {
             let _permit = permit;
             let bodies = batch.iter().map(|p| ByteBuf::from(p.sealed.bytes.clone())).collect();
             match ask(&transport, holder, &RolloutCall::Put(bodies)).await {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use starling_core::consensus::runtime::NodeScope;
+use starling_core::runtime::NodeScope;
 use starling_core::consensus::{GroupConfig, Groups, LeaderView, ProposeError};
 use starling_core::membership::{Membership, MembershipConfig};
 use starling_core::memory_transport::{MemoryConfig, MemoryNetwork};
@@ -132,7 +132,7 @@ struct World {
 
 impl World {
     fn new(seed: u64) -> Self {
-        let config = GroupConfig { inline_store: true, ..GroupConfig::default() };
+        let config = GroupConfig::default();
         Self {
             seed,
             started: Instant::now(),

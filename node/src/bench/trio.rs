@@ -6,7 +6,7 @@ use libp2p::Multiaddr;
 use starling_bootstrap::identity::{Ed25519Verifier, Identity};
 use starling_bootstrap::ticket::parse_address;
 use starling_core::consensus::GroupConfig;
-use starling_core::leader::TrainerOptions;
+use starling_core::compute::{LocalCompute, TrainerOptions};
 use starling_core::membership::MembershipConfig;
 use starling_core::transport::Transport;
 use starling_core::{CoreConfig, Dispatch, NodeCore};
@@ -146,8 +146,11 @@ fn core_config(node: NodeId, role: Role) -> CoreConfig {
         },
         membership: MembershipConfig::default(),
         groups: GroupConfig::default(),
-        inference: InferenceOptions::default(),
-        trainer: TrainerOptions { device: Device::Cpu, threads: 1, nice: 0, micro_batch_tokens: 1024 },
+        compute: Arc::new(LocalCompute {
+            device: Device::Cpu,
+            inference: InferenceOptions::default(),
+            trainer: TrainerOptions { threads: 1, nice: 0, micro_batch_tokens: 1024 },
+        }),
         seed: rand::random(),
         clock: Arc::new(wall_clock),
     }

@@ -9,6 +9,8 @@ use starling_protocol::{ModelName, PolicyVersion, RolloutId};
 use starling_storage::schema::raft_meta_key;
 use starling_storage::{Batch, Durability, Family, RaftLog, RaftMeta, SharedStore, StoreError, consumed, steps};
 
+use crate::runtime::blocking;
+
 use super::type_config::{Entry, LogId, StoredMembership, Vote};
 
 /// Longest value read back: a snapshot of some ten million consumed rollouts.
@@ -20,9 +22,6 @@ const PAGE: usize = 1024;
 #[derive(Clone, Debug)]
 pub(super) struct Disk {
     log: RaftLog,
-    /// Whether the store answers at once, as the one in memory does; else it is used from blocking threads. The
-    /// simulator needs the former: a thread pool has an order of its own.
-    inline: bool,
 }
 
 /// What the state machine is after the entry `last_applied`, without the consumed rollouts.
@@ -43,8 +42,8 @@ fn read<T: DeserializeOwned>(what: &'static str, bytes: &[u8]) -> io::Result<T> 
 }
 
 impl Disk {
-    pub(super) fn new(store: SharedStore, group: ModelName, inline: bool) -> Self {
-        Self { log: RaftLog::new(store, group), inline }
+    pub(super) fn new(store: SharedStore, group: ModelName) -> Self {
+        Self { log: RaftLog::new(store, group) }
     }
 
     pub(super) fn group(&self) -> &ModelName {
@@ -56,11 +55,8 @@ impl Disk {
         &self,
         work: impl FnOnce(&Self) -> io::Result<T> + Send + 'static,
     ) -> io::Result<T> {
-        if self.inline {
-            return work(self);
-        }
         let disk = self.clone();
-        tokio::task::spawn_blocking(move || work(&disk)).await.map_err(io::Error::other)?
+        blocking(move || work(&disk)).await.map_err(io::Error::other)?
     }
 
     fn meta<T: DeserializeOwned>(&self, name: RaftMeta) -> io::Result<Option<T>> {

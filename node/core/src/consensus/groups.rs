@@ -22,11 +22,11 @@ use super::autopilot::{Change, LAG_ENTRIES_MAX, Situation, plan};
 use super::disk::Disk;
 use super::log_store::LogStore;
 use super::network::{Incoming, Network, RaftFrame};
-use super::runtime::NodeScope;
+use crate::runtime::{NodeScope, blocking};
 use super::state_machine::StateMachine;
 use super::type_config::{LogPayload, TypeConfig};
 use super::view::LeaderView;
-use super::watch::{Receiver, Sender, channel, lock};
+use crate::watch::{Receiver, Sender, channel, lock};
 use crate::membership::Membership;
 use crate::transport::{InboundError, SharedTransport};
 
@@ -63,8 +63,6 @@ pub struct GroupConfig {
     pub autopilot_every: Duration,
     /// Whether this node votes but never leads.
     pub witness: bool,
-    /// Whether the store answers at once and is used without a blocking thread. For the simulator.
-    pub inline_store: bool,
 }
 
 impl Default for GroupConfig {
@@ -79,7 +77,6 @@ impl Default for GroupConfig {
             voters_max: 5,
             autopilot_every: Duration::from_secs(1),
             witness: false,
-            inline_store: false,
         }
     }
 }
@@ -281,15 +278,7 @@ impl Groups {
     /// [`GroupError`] of the first that does not open; the ones before it are open then.
     pub async fn open_existing(self: &Arc<Self>) -> Result<Vec<ModelName>, GroupError> {
         let store = self.store.clone();
-        let list = move || starling_storage::raft_log::groups(&*store);
-        let models = if self.config.inline_store {
-            list()
-        } else {
-            match tokio::task::spawn_blocking(list).await {
-                Ok(models) => models,
-                Err(panic) => std::panic::resume_unwind(panic.into_panic()),
-            }
-        };
+        let models = blocking(move || starling_storage::raft_log::groups(&*store)).await.unwrap_or_else(|_stopped| Ok(Vec::new()));
         let models = models.map_err(GroupError::List)?;
         for model in &models {
             self.open(model).await?;
@@ -324,7 +313,7 @@ impl Groups {
     async fn start_group(&self, model: &ModelName) -> Result<Arc<Group>, GroupError> {
         let refused = |e: &dyn std::fmt::Display| GroupError::Raft { model: model.clone(), reason: e.to_string() };
         let config = Arc::new(self.config.raft(model).validate().map_err(|e| refused(&e))?);
-        let disk = Disk::new(self.store.clone(), model.clone(), self.config.inline_store);
+        let disk = Disk::new(self.store.clone(), model.clone());
         let machine = StateMachine::open(disk.clone())
             .await
             .map_err(|source| GroupError::Store { model: model.clone(), source })?;

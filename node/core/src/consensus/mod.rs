@@ -15,11 +15,9 @@ mod disk;
 mod groups;
 mod log_store;
 mod network;
-pub mod runtime;
 mod state_machine;
 mod type_config;
 mod view;
-pub mod watch;
 
 pub use groups::{CreateError, GroupConfig, GroupError, Groups, ProposeError, ReadError};
 pub use type_config::{LogPayload, TypeConfig};

@@ -25,7 +25,7 @@ use tokio::time::Instant;
 use super::disk::VALUE_LEN_BYTES_MAX;
 use super::groups::Group;
 use super::type_config::{Snapshot, SnapshotMeta, TypeConfig, Vote};
-use super::watch::lock;
+use crate::watch::lock;
 use crate::transport::{CallError, InboundError, SharedTransport};
 
 /// Frames up to this length must make it within openraft's own limit.

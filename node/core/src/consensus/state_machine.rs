@@ -13,7 +13,7 @@ use starling_protocol::control::{Applied, ControlEntry, ModelState, StepCommitte
 
 use super::disk::{AppliedState, Disk, VALUE_LEN_BYTES_MAX};
 use super::type_config::{LogId, Snapshot, SnapshotMeta, StoredMembership, TypeConfig};
-use super::watch::{Sender, lock};
+use crate::watch::{Sender, lock};
 
 /// Entries applied between two writes of the state.
 const BATCH_ENTRIES_MAX: usize = 64;
@@ -39,7 +39,7 @@ impl StateMachine {
             })
             .await?;
         let state = Arc::new(applied.state);
-        let (feed, _) = super::watch::channel(state.clone());
+        let (feed, _) = crate::watch::channel(state.clone());
         let (last_applied, membership) = (applied.last_applied, applied.membership);
         Ok(Self { disk, last_applied, membership, state, feed, snapshot: Arc::default() })
     }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use starling_protocol::NodeId;
 use starling_protocol::control::{Applied, ControlEntry};
 
-use super::runtime::ScopedRuntime;
+use crate::runtime::ScopedRuntime;
 
 /// What a log entry carries: a [`ControlEntry`] with the one-line text that openraft's own log lines need.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -9,16 +9,16 @@
 //!
 //! A term keeps nothing that the log and the stores do not have: the next leader rebuilds its ledger from them.
 
+mod batch;
 mod term;
-mod trainer;
-
-pub use trainer::TrainerOptions;
 
 use crate::blobs::Blobs;
+use crate::compute::Compute;
 use crate::consensus::Groups;
 use crate::membership::Membership;
 use crate::models::Models;
 use crate::rollouts::Rollouts;
+use crate::runtime::spawn;
 use crate::transport::SharedTransport;
 use starling_protocol::ledger::Ledger;
 use starling_protocol::wire::{LeaderCall, LeaderReply, RolloutAnnouncement, WaitReason};
@@ -48,8 +48,8 @@ pub struct LeaderContext {
     pub blobs: Blobs,
     /// The directory of models.
     pub models: Arc<Models>,
-    /// Device and threads of the trainer.
-    pub trainer: TrainerOptions,
+    /// Trains.
+    pub compute: Arc<dyn Compute>,
     /// Wall clock.
     pub clock: Clock,
     /// Ends with the node.
@@ -106,7 +106,7 @@ impl Desk {
             activity: Mutex::new(Activity::default()),
             progress: Notify::new(),
         });
-        tokio::spawn(term::lead(desk.clone(), queue));
+        spawn(term::lead(desk.clone(), queue));
         desk
     }
 

@@ -1,7 +1,8 @@
 //! One term of leadership, from the barrier at its start to the loss of the quorum.
 
-use super::trainer::{Stepped, TrainerThread, samples_of};
+use super::batch::samples_of;
 use super::{Desk, Open};
+use crate::compute::{StepTrainer, Stepped};
 use crate::consensus::ProposeError;
 use starling_engine::StepReport;
 use starling_protocol::Term;
@@ -98,7 +99,7 @@ struct JobRun<'a> {
     desk: &'a Arc<Desk>,
     term: Term,
     job: JobState,
-    trainer: TrainerThread,
+    trainer: Box<dyn StepTrainer>,
     /// The model's state at the start; consumed rollouts of later steps are in the ledger.
     state: Arc<ModelState>,
     training: Option<Training>,
@@ -142,8 +143,7 @@ impl<'a> JobRun<'a> {
             },
             None => None,
         };
-        let trainer =
-            TrainerThread::spawn(config, weights, optimizer_state, &job.spec.trainer, context.trainer.clone())?;
+        let trainer = context.compute.start_trainer(&config, weights, optimizer_state, &job.spec.trainer)?;
         // This term may have been led from here before. No start gives out a million episodes in a millisecond.
         let first = (context.clock)().0.saturating_mul(1 << 20);
         let ledger = Ledger::new(job.clone(), term, state.version, tasks).counting_from(first);
@@ -383,9 +383,8 @@ async fn load_tasks(desk: &Desk, manifest: &Manifest) -> Result<Vec<Task>, Strin
     read_task_set(&bytes, crate::task_id).map_err(|e| e.to_string())
 }
 
-async fn load_config(desk: &Desk, state: &ModelState) -> Result<starling_engine::LlamaConfig, String> {
+async fn load_config(desk: &Desk, state: &ModelState) -> Result<Vec<u8>, String> {
     let sources = desk.context.models.sources_of(&desk.model);
     let m = state.files.get("config.json").ok_or("the model has no config.json")?;
-    let bytes = desk.context.blobs.fetch(m, &sources).await.map_err(|e| e.to_string())?;
-    starling_engine::LlamaConfig::from_json(&bytes).map_err(|e| e.to_string())
+    desk.context.blobs.fetch(m, &sources).await.map_err(|e| e.to_string())
 }

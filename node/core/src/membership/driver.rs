@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::identity::Identity;
 use super::{Inner, MembershipConfig, SwimFrame};
-use crate::consensus::runtime::spawn;
+use crate::runtime::spawn;
 use crate::transport::SharedTransport;
 
 /// Packets under way: 64 × 16 KiB at most is 1 MiB, and a dead peer's calls end after [`PACKET_LIMIT`].

@@ -26,8 +26,8 @@ use tokio::sync::{broadcast, mpsc};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::consensus::runtime::spawn;
-use crate::consensus::watch::{self, lock};
+use crate::runtime::spawn;
+use crate::watch::{self, lock};
 use crate::transport::{InboundError, SharedTransport, Verdict};
 use driver::{Driver, Input};
 use identity::Identity;

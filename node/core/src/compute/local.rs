@@ -1,16 +1,32 @@
-//! The trainer's own thread: optimizer steps never run on the async runtime.
+//! The node's own device, through `starling-engine`. Optimizer steps run on a thread of their own, never on the async
+//! runtime.
 
-use starling_engine::{LlamaConfig, Sample, StepReport, Trainer, TrainerConfig, Weights};
+use super::{Compute, Engine, StepTrainer, Stepped};
+use candle_core::Device;
+use starling_engine::{
+    EngineError, GenerateRequest, InferenceEngine, InferenceOptions, LlamaConfig, Sample, StepReport, TokenSink,
+    Trainer, TrainerConfig, Weights,
+};
+use starling_protocol::PolicyVersion;
 use starling_protocol::job::TrainerSpec;
-use starling_protocol::ledger::{RolloutGroup, TrainingBatch};
+use std::sync::Arc;
 use std::sync::mpsc as std_mpsc;
 use tokio::sync::oneshot;
 
-/// Device and threads of the trainer.
+/// Computes with `starling-engine`.
+#[derive(Clone, Debug)]
+pub struct LocalCompute {
+    /// Where.
+    pub device: Device,
+    /// Engines.
+    pub inference: InferenceOptions,
+    /// Trainers.
+    pub trainer: TrainerOptions,
+}
+
+/// Threads and memory of the trainer.
 #[derive(Clone, Debug)]
 pub struct TrainerOptions {
-    /// Where it computes.
-    pub device: candle_core::Device,
     /// Threads of its own pool.
     pub threads: usize,
     /// Niceness of those threads, so that heartbeats come first.
@@ -19,13 +35,46 @@ pub struct TrainerOptions {
     pub micro_batch_tokens: usize,
 }
 
-/// What a step brought.
-pub(crate) struct Stepped {
-    /// safetensors.
-    pub(crate) weights: Vec<u8>,
-    /// safetensors, if asked for.
-    pub(crate) optimizer_state: Option<Vec<u8>>,
-    pub(crate) report: StepReport,
+impl Compute for LocalCompute {
+    fn start_engine(&self, config: &[u8], weights: &[u8], version: PolicyVersion) -> Result<Arc<dyn Engine>, String> {
+        let config = LlamaConfig::from_json(config).map_err(|e| format!("config.json: {e}"))?;
+        let weights = Weights::from_safetensors(&config, weights, &self.device).map_err(|e| format!("weights: {e}"))?;
+        let (options, device) = (self.inference.clone(), self.device.clone());
+        let engine = InferenceEngine::spawn(config, weights, version.0, options, device).map_err(|e| e.to_string())?;
+        Ok(Arc::new(LocalEngine { engine, device: self.device.clone() }))
+    }
+
+    fn start_trainer(
+        &self,
+        config: &[u8],
+        weights: Vec<u8>,
+        optimizer_state: Option<Vec<u8>>,
+        spec: &TrainerSpec,
+    ) -> Result<Box<dyn StepTrainer>, String> {
+        let config = LlamaConfig::from_json(config).map_err(|e| format!("config.json: {e}"))?;
+        let options = self.trainer.clone();
+        let thread = TrainerThread::spawn(config, weights, optimizer_state, spec, options, self.device.clone())?;
+        Ok(Box::new(thread))
+    }
+}
+
+struct LocalEngine {
+    engine: InferenceEngine,
+    device: Device,
+}
+
+impl Engine for LocalEngine {
+    fn generate(&self, request: GenerateRequest, sink: Box<dyn TokenSink>) -> Result<(), EngineError> {
+        self.engine.generate(request, sink)
+    }
+    fn swap_weights(&self, weights: &[u8], version: PolicyVersion) -> Result<(), String> {
+        let weights = Weights::from_safetensors(self.engine.config(), weights, &self.device);
+        self.engine.swap_weights(weights.map_err(|e| format!("weights: {e}"))?, version.0).map_err(|e| e.to_string())
+    }
+    fn queue(&self) -> usize {
+        let stats = self.engine.stats();
+        stats.running + stats.waiting
+    }
 }
 
 struct Work {
@@ -35,18 +84,19 @@ struct Work {
 }
 
 /// Handle of the thread; it ends when the handle drops.
-pub(crate) struct TrainerThread {
+struct TrainerThread {
     work: std_mpsc::SyncSender<Work>,
 }
 
 impl TrainerThread {
     /// Loads the model on the new thread; errors come with the first step.
-    pub(crate) fn spawn(
+    fn spawn(
         config: LlamaConfig,
         weights: Vec<u8>,
         optimizer_state: Option<Vec<u8>>,
         spec: &TrainerSpec,
         options: TrainerOptions,
+        device: Device,
     ) -> Result<Self, String> {
         let tc = TrainerConfig {
             learning_rate: spec.learning_rate,
@@ -65,7 +115,7 @@ impl TrainerThread {
         std::thread::Builder::new()
             .name("starling-trainer".into())
             .spawn(move || {
-                let mut trainer = build(&config, &weights, optimizer_state.as_deref(), tc, options.device);
+                let mut trainer = build(&config, &weights, optimizer_state.as_deref(), tc, device);
                 drop((weights, optimizer_state));
                 while let Ok(w) = queue.recv() {
                     let out = match &mut trainer {
@@ -78,13 +128,10 @@ impl TrainerThread {
             .map_err(|e| format!("cannot start the trainer's thread: {e}"))?;
         Ok(Self { work })
     }
+}
 
-    /// Runs one step; the receiver resolves when it is done.
-    pub(crate) fn step(
-        &self,
-        samples: Vec<Sample>,
-        with_optimizer_state: bool,
-    ) -> oneshot::Receiver<Result<Stepped, String>> {
+impl StepTrainer for TrainerThread {
+    fn step(&self, samples: Vec<Sample>, with_optimizer_state: bool) -> oneshot::Receiver<Result<Stepped, String>> {
         let (answer, done) = oneshot::channel();
         if let Err(e) = self.work.try_send(Work { samples, with_optimizer_state, answer }) {
             let (std_mpsc::TrySendError::Full(w) | std_mpsc::TrySendError::Disconnected(w)) = e;
@@ -99,7 +146,7 @@ fn build(
     weights: &[u8],
     optimizer_state: Option<&[u8]>,
     tc: TrainerConfig,
-    device: candle_core::Device,
+    device: Device,
 ) -> Result<Trainer, String> {
     let w = Weights::from_safetensors(config, weights, &device).map_err(|e| format!("weights: {e}"))?;
     let mut trainer = Trainer::new(config.clone(), &w, tc, device).map_err(|e| format!("trainer: {e}"))?;
@@ -126,24 +173,3 @@ fn step(trainer: &mut Trainer, samples: &[Sample], with_optimizer_state: bool) -
     Ok(Stepped { weights, optimizer_state, report })
 }
 
-/// The batch as the engine takes it: one sample per timeline, each with its episode's advantage. Groups without
-/// advantages and timelines without trained tokens carry no gradient and are left out.
-pub(crate) fn samples_of(batch: &TrainingBatch) -> Vec<Sample> {
-    let of_group = |g: &RolloutGroup| {
-        let advantages = g.advantages.clone().unwrap_or_default();
-        g.rollouts
-            .iter()
-            .zip(advantages)
-            .flat_map(|(r, advantage)| {
-                let trains = r.rollout.timelines.iter().filter(|t| t.loss_mask.contains(&true));
-                trains.map(move |t| Sample {
-                    tokens: t.tokens.clone(),
-                    loss_mask: t.loss_mask.clone(),
-                    behaviour_logprobs: t.behaviour_logprobs.clone(),
-                    advantage,
-                })
-            })
-            .collect::<Vec<_>>()
-    };
-    batch.groups.iter().flat_map(of_group).collect()
-}

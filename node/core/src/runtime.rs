@@ -1,5 +1,8 @@
-//! The runtime that openraft runs on: tokio, but with a seeded generator and an ordered watch channel, so that a
-//! simulated cluster replays from its seed; and a scope that names a simulated node's tasks, so that it can crash.
+//! The runtime that the node's logic and openraft run on: tokio, but with a seeded generator and an ordered watch
+//! channel, so that a simulated cluster replays from its seed; and a scope that names a simulated node's tasks, so
+//! that it can crash.
+//!
+//! Inside a [`NodeScope`] everything runs on the one thread of the simulation: a thread pool has an order of its own.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -12,7 +15,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tokio::task::{AbortHandle, JoinHandle};
 
-use super::watch::{FifoWatch, lock};
+use crate::watch::{FifoWatch, lock};
 
 type Tokio = openraft::TokioRuntime;
 
@@ -96,6 +99,30 @@ where
         None => tokio::spawn(future),
     }
 }
+
+/// Runs `work`, which may wait for the disk or compute for long, where that disturbs nobody: on a blocking thread, and
+/// in a simulated node at once.
+///
+/// # Errors
+/// [`Stopped`] when the runtime ends before `work` began.
+///
+/// # Panics
+/// When `work` does.
+pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Stopped> {
+    if NodeScope::current().is_some() {
+        return Ok(work());
+    }
+    match tokio::task::spawn_blocking(work).await {
+        Ok(done) => Ok(done),
+        Err(e) if e.is_panic() => std::panic::resume_unwind(e.into_panic()),
+        Err(_cancelled) => Err(Stopped),
+    }
+}
+
+/// The runtime ended: the node is shutting down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the node is shutting down")]
+pub struct Stopped;
 
 /// Draws from the node's scope; outside of any, from the operating system's entropy.
 #[derive(Clone, Copy, Debug, Default)]

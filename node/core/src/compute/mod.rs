@@ -1,0 +1,70 @@
+//! What computes on a node: engines that sample and trainers that step.
+//!
+//! The node's logic sees these traits. [`LocalCompute`] implements them with `starling-engine`; the simulator brings
+//! one whose work takes virtual time.
+
+mod local;
+
+use starling_engine::{EngineError, GenerateRequest, Sample, StepReport, TokenSink};
+use starling_protocol::PolicyVersion;
+use starling_protocol::job::TrainerSpec;
+use std::sync::Arc;
+use tokio::sync::oneshot;
+
+pub use local::{LocalCompute, TrainerOptions};
+
+/// A node's devices.
+pub trait Compute: Send + Sync + 'static {
+    /// Starts an engine for a model: its `config.json`, and weights as safetensors. Computes for a while: call it
+    /// through [`crate::runtime::blocking`].
+    ///
+    /// # Errors
+    /// In words: what does not fit.
+    fn start_engine(&self, config: &[u8], weights: &[u8], version: PolicyVersion) -> Result<Arc<dyn Engine>, String>;
+
+    /// Starts a trainer at the given weights and, if there are any, optimizer moments. Returns at once; what is wrong
+    /// with the weights may come with the first step.
+    ///
+    /// # Errors
+    /// In words: what does not fit.
+    fn start_trainer(
+        &self,
+        config: &[u8],
+        weights: Vec<u8>,
+        optimizer_state: Option<Vec<u8>>,
+        spec: &TrainerSpec,
+    ) -> Result<Box<dyn StepTrainer>, String>;
+}
+
+/// Samples from one model. It stops when the last handle drops; what runs then ends with an error.
+pub trait Engine: Send + Sync {
+    /// Queues a request; its tokens reach `sink` as they are drawn.
+    ///
+    /// # Errors
+    /// [`EngineError`]; the sink is dropped without a call then.
+    fn generate(&self, request: GenerateRequest, sink: Box<dyn TokenSink>) -> Result<(), EngineError>;
+    /// Replaces the weights (safetensors) between two steps. Computes for a while.
+    ///
+    /// # Errors
+    /// In words; nothing changes then.
+    fn swap_weights(&self, weights: &[u8], version: PolicyVersion) -> Result<(), String>;
+    /// Sequences that run or wait.
+    fn queue(&self) -> usize;
+}
+
+/// Takes one optimizer step at a time. It ends when the handle drops.
+pub trait StepTrainer: Send + Sync {
+    /// Begins a step over `samples`; an empty batch leaves the weights as they are.
+    fn step(&self, samples: Vec<Sample>, with_optimizer_state: bool) -> oneshot::Receiver<Result<Stepped, String>>;
+}
+
+/// What a step brought.
+#[derive(Clone, Debug)]
+pub struct Stepped {
+    /// The new weights, as safetensors.
+    pub weights: Vec<u8>,
+    /// The optimizer's moments as safetensors, if asked for.
+    pub optimizer_state: Option<Vec<u8>>,
+    /// Loss and its like.
+    pub report: StepReport,
+}
