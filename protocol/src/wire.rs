@@ -208,6 +208,8 @@ pub enum LeaderCall {
         /// Model.
         model: ModelName,
     },
+    /// Which models do you know? Any node answers; for one that gossip has not reached.
+    Models,
 }
 
 /// Why a claim brought fewer episodes than wanted: promise 5, it never waits silently.
@@ -249,6 +251,8 @@ pub enum LeaderReply {
     Refused(String),
     /// JSON for people and tools; see `docs/http.md`.
     Status(String),
+    /// Models known.
+    Models(Vec<ModelAnnouncement>),
 }
 
 /// First frame on a generation stream.

@@ -24,10 +24,10 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use crate::runtime::NodeScope;
-use crate::watch::lock;
 use crate::transport::{
     CallError, FrameRecv, FrameSend, FrameStream, Inbound, InboundError, SharedTransport, Transport, Verdict,
 };
+use crate::watch::lock;
 
 /// Frames under way in one direction of a stream: a slow reader stops its writer after this many.
 const STREAM_FRAMES_MAX: usize = 16;

@@ -1,19 +1,28 @@
 //! What a node without a group knows of the mesh's models: who leads, who votes, who serves.
 
 use crate::membership::Membership;
+use crate::runtime::spawn;
 use crate::transport::{SharedTransport, Verdict};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::ControlEntry;
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, LeaderCall, LeaderReply, ModelAnnouncement, Service};
 use starling_protocol::{ModelName, NodeId, Term};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use tokio::time::Instant;
 
 /// Limit of one call to a leader.
 const LEADER_LIMIT: Duration = Duration::from_secs(5);
 /// Limit of a proposal, which waits for a quorum.
 const PROPOSE_LIMIT: Duration = Duration::from_secs(15);
+
+/// A model that nobody announced for this long is asked for: gossip may not reach this node, as happens for a while
+/// when it came back before its peers noticed that it had gone. Three beats of its leader's.
+const QUIET: Duration = Duration::from_secs(6);
+/// Limit of such a question; the next beat asks another node.
+const ASK_LIMIT: Duration = Duration::from_secs(2);
 
 /// Why no leader answered. Every text says who was asked.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -38,7 +47,14 @@ pub enum LeaderError {
 pub struct Models {
     transport: SharedTransport,
     membership: Arc<Membership>,
-    known: Mutex<BTreeMap<ModelName, ModelAnnouncement>>,
+    known: Mutex<BTreeMap<ModelName, Known>>,
+    /// Questions asked so far: the next one goes to another node.
+    asked: AtomicUsize,
+}
+
+struct Known {
+    announced: ModelAnnouncement,
+    heard: Instant,
 }
 
 impl std::fmt::Debug for Models {
@@ -51,32 +67,78 @@ impl Models {
     /// Empty.
     #[must_use]
     pub fn new(transport: SharedTransport, membership: Arc<Membership>) -> Arc<Self> {
-        Arc::new(Self { transport, membership, known: Mutex::new(BTreeMap::new()) })
+        Arc::new(Self { transport, membership, known: Mutex::default(), asked: AtomicUsize::new(0) })
     }
 
     /// Takes an announcement; an older term's leader does not replace a newer one's.
     pub fn on_announcement(&self, a: ModelAnnouncement) -> Verdict {
         let term = |a: &ModelAnnouncement| a.leader.map_or(Term(0), |(_, t)| t);
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        match known.get(&a.model) {
-            Some(old) if (term(old), old.version) > (term(&a), a.version) => Verdict::Ignore,
-            _ => {
-                known.insert(a.model.clone(), a);
-                Verdict::Accept
+        let heard = Instant::now();
+        let mut known = self.lock();
+        match known.get_mut(&a.model) {
+            Some(old) => {
+                old.heard = heard;
+                let older = (term(&old.announced), old.announced.version) > (term(&a), a.version);
+                if older {
+                    return Verdict::Ignore;
+                }
+                old.announced = a;
+            }
+            None => {
+                known.insert(a.model.clone(), Known { announced: a, heard });
             }
         }
+        Verdict::Accept
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<ModelName, Known>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks another node for what it knows if gossip has brought nothing of late. For a slow beat; does not wait.
+    pub fn ask_if_quiet(self: &Arc<Self>) {
+        let quiet = {
+            let known = self.lock();
+            known.is_empty() || known.values().any(|k| k.heard.elapsed() >= QUIET)
+        };
+        if !quiet {
+            return;
+        }
+        let local = self.transport.local();
+        let others: Vec<NodeId> = self.membership.live_holders().into_iter().filter(|n| *n != local).collect();
+        if others.is_empty() {
+            return;
+        }
+        let peer = others[self.asked.fetch_add(1, Ordering::Relaxed) % others.len()];
+        let models = self.clone();
+        drop(spawn(async move {
+            let body = encode(&LeaderCall::Models).into();
+            let answer = models.transport.call(peer, Service::Leader, body, ASK_LIMIT).await;
+            let reply = answer
+                .map_err(|e| e.to_string())
+                .and_then(|b| decode::<LeaderReply>("leader reply", &b, CALL_LEN_BYTES_MAX).map_err(|e| e.to_string()));
+            match reply {
+                Ok(LeaderReply::Models(list)) => {
+                    for a in list {
+                        models.on_announcement(a);
+                    }
+                }
+                Ok(_) => tracing::debug!(peer = %peer.short(), "an answer to another question"),
+                Err(error) => tracing::debug!(peer = %peer.short(), error, "cannot ask for models"),
+            }
+        }));
     }
 
     /// Everything known, by name.
     #[must_use]
     pub fn list(&self) -> Vec<ModelAnnouncement> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+        self.lock().values().map(|k| k.announced.clone()).collect()
     }
 
     /// What is known of `model`.
     #[must_use]
     pub fn get(&self, model: &ModelName) -> Option<ModelAnnouncement> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner).get(model).cloned()
+        self.lock().get(model).map(|k| k.announced.clone())
     }
 
     /// Live nodes whose record says that they serve `model`.
@@ -144,8 +206,8 @@ impl Models {
     }
 
     fn note_leader(&self, model: &ModelName, leader: NodeId) {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(a) = known.get_mut(model)
+        let mut known = self.lock();
+        if let Some(Known { announced: a, .. }) = known.get_mut(model)
             && a.leader.is_none_or(|(n, _)| n != leader)
         {
             let term = a.leader.map_or(Term(0), |(_, t)| t);

@@ -317,6 +317,7 @@ impl NodeCore {
         loop {
             self.publish_record();
             self.publish_models();
+            self.models.ask_if_quiet();
             tokio::select! {
                 biased;
                 () = self.shutdown.cancelled() => return,
@@ -368,6 +369,7 @@ impl NodeCore {
         let call: LeaderCall =
             decode("leader call", body, CALL_LEN_BYTES_MAX).map_err(|e| InboundError::Malformed(e.to_string()))?;
         let model = match &call {
+            LeaderCall::Models => return Ok(LeaderReply::Models(self.models.list())),
             LeaderCall::Claim { model, .. }
             | LeaderCall::Abort { model, .. }
             | LeaderCall::Propose { model, .. }

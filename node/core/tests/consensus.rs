@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use starling_core::runtime::NodeScope;
 use starling_core::consensus::{GroupConfig, Groups, LeaderView, ProposeError};
 use starling_core::membership::{Membership, MembershipConfig};
 use starling_core::memory_transport::{MemoryConfig, MemoryNetwork};
+use starling_core::runtime::NodeScope;
 use starling_core::transport::{FrameStream, Inbound, InboundError, Verdict};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{Applied, ControlEntry, ModelState, Refusal, StepCommitted, StepMetrics};

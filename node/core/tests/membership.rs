@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use starling_core::runtime::NodeScope;
 use starling_core::membership::{MemberEvent, Membership, MembershipConfig};
 use starling_core::memory_transport::{MemoryConfig, MemoryNetwork};
+use starling_core::runtime::NodeScope;
 use starling_core::transport::{CallError, FrameStream, Inbound, InboundError, Verdict};
 use starling_protocol::codec::decode;
 use starling_protocol::record::{NodeRecord, Role, SignedRecord};

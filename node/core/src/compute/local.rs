@@ -172,4 +172,3 @@ fn step(trainer: &mut Trainer, samples: &[Sample], with_optimizer_state: bool) -
     };
     Ok(Stepped { weights, optimizer_state, report })
 }
-

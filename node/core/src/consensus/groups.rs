@@ -22,13 +22,13 @@ use super::autopilot::{Change, LAG_ENTRIES_MAX, Situation, plan};
 use super::disk::Disk;
 use super::log_store::LogStore;
 use super::network::{Incoming, Network, RaftFrame};
-use crate::runtime::{NodeScope, blocking};
 use super::state_machine::StateMachine;
 use super::type_config::{LogPayload, TypeConfig};
 use super::view::LeaderView;
-use crate::watch::{Receiver, Sender, channel, lock};
 use crate::membership::Membership;
+use crate::runtime::{NodeScope, blocking};
 use crate::transport::{InboundError, SharedTransport};
+use crate::watch::{Receiver, Sender, channel, lock};
 
 /// Longest entry: with the log's frame it must fit a call. A manifest of 64 Ki chunks takes 2 MiB.
 const ENTRY_LEN_BYTES_MAX: usize = 4 << 20;
@@ -278,7 +278,9 @@ impl Groups {
     /// [`GroupError`] of the first that does not open; the ones before it are open then.
     pub async fn open_existing(self: &Arc<Self>) -> Result<Vec<ModelName>, GroupError> {
         let store = self.store.clone();
-        let models = blocking(move || starling_storage::raft_log::groups(&*store)).await.unwrap_or_else(|_stopped| Ok(Vec::new()));
+        let models = blocking(move || starling_storage::raft_log::groups(&*store))
+            .await
+            .unwrap_or_else(|_stopped| Ok(Vec::new()));
         let models = models.map_err(GroupError::List)?;
         for model in &models {
             self.open(model).await?;

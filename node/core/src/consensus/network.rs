@@ -25,8 +25,8 @@ use tokio::time::Instant;
 use super::disk::VALUE_LEN_BYTES_MAX;
 use super::groups::Group;
 use super::type_config::{Snapshot, SnapshotMeta, TypeConfig, Vote};
-use crate::watch::lock;
 use crate::transport::{CallError, InboundError, SharedTransport};
+use crate::watch::lock;
 
 /// Frames up to this length must make it within openraft's own limit.
 const SMALL_LEN_BYTES: u64 = 64 << 10;

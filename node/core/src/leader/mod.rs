@@ -172,7 +172,10 @@ impl Desk {
                 }
                 Some(LeaderReply::Done)
             }
-            LeaderCall::Propose { .. } | LeaderCall::Status { .. } | LeaderCall::JoinGroup { .. } => None,
+            LeaderCall::Propose { .. }
+            | LeaderCall::Status { .. }
+            | LeaderCall::JoinGroup { .. }
+            | LeaderCall::Models => None,
         }
     }
 
