@@ -111,6 +111,7 @@ async fn status(State(node): State<Node>) -> Json<Value> {
     if core.models().list().is_empty() {
         waits.push("no model is known yet: submit a job".into());
     }
+    waits.extend(node.backend.client().waits());
     for m in &models {
         for key in ["wait", "activity"] {
             match m.get(key) {
@@ -133,6 +134,7 @@ async fn status(State(node): State<Node>) -> Json<Value> {
         "models": models,
         "agents": runner,
         "episodes_open": node.gateway.running().len(),
+        "client": node.backend.client().counts(),
         "store_bytes": core.store().size_bytes().unwrap_or(0),
         "doing": waits,
     }))

@@ -29,7 +29,7 @@ impl std::fmt::Debug for GatewayHost {
 #[async_trait]
 impl EpisodeHost for GatewayHost {
     async fn claim(&self, want: usize, running: &[EpisodeId]) -> ClaimOutcome {
-        let claimed = self.backend.claim_many(&self.models, want, running).await;
+        let claimed = self.backend.client().claim(&self.models, want, running).await;
         let mut wait = claimed.wait;
         let mut episodes = Vec::with_capacity(claimed.assignments.len());
         for a in claimed.assignments {
@@ -37,7 +37,7 @@ impl EpisodeHost for GatewayHost {
                 Ok(h) => episodes.push(EpisodeStart::from_assignment(&h.assignment, h.base_url, h.key.0)),
                 Err(e) => {
                     wait = Some(e.to_string());
-                    starling_gateway::Backend::abort(&*self.backend, &a, e.to_string()).await;
+                    self.backend.client().abort(&a, e.to_string()).await;
                 }
             }
         }

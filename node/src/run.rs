@@ -10,8 +10,9 @@ use libp2p::Multiaddr;
 use starling_agents::Runner;
 use starling_bootstrap::identity::{Ed25519Verifier, Identity};
 use starling_bootstrap::ticket::{Ticket, parse_address};
-use starling_core::consensus::GroupConfig;
+use starling_core::client::{Client, ClientConfig};
 use starling_core::compute::{LocalCompute, TrainerOptions};
+use starling_core::consensus::GroupConfig;
 use starling_core::membership::MembershipConfig;
 use starling_core::transport::Transport;
 use starling_core::{CoreConfig, Dispatch, NodeCore};
@@ -28,8 +29,8 @@ use tokio_util::sync::CancellationToken;
 
 /// Niceness of compute threads: heartbeats and HTTP come first.
 const COMPUTE_NICE: i32 = 10;
-/// How often leases of episodes begun over HTTP are renewed.
-const RENEW_BEAT: Duration = Duration::from_secs(5);
+/// How often episodes without a sign of life are looked for.
+const REAP_BEAT: Duration = Duration::from_secs(5);
 /// How often the nodes seen are written down, if there is news. The first node of a mesh has no ticket: killed before
 /// this, it knows nobody when it is back.
 const REMEMBER_BEAT: Duration = Duration::from_millis(250);
@@ -86,16 +87,15 @@ pub async fn run(data: DataDir, settings: RunSettings, ticket: Option<Ticket>) -
 
     let signer: Arc<Identity> = Arc::new(identity);
     let verifier = Arc::new(Ed25519Verifier);
-    let core =
-        NodeCore::start(core_config(&settings, &mesh), mesh.clone(), store, signer, verifier.clone(), shutdown.clone())
-            .await
-            .context("cannot start the node")?;
+    let core = NodeCore::start(core_config(&settings, &mesh), mesh.clone(), store, signer, verifier, shutdown.clone())
+        .await
+        .context("cannot start the node")?;
     mesh.serve(Arc::new(Dispatch(core.clone())));
 
     let listener =
         TcpListener::bind(settings.http).await.with_context(|| format!("--http {}: cannot listen", settings.http))?;
     let http = listener.local_addr()?;
-    let backend = NodeBackend::new(core.clone(), verifier);
+    let backend = NodeBackend::new(Client::new(core.clone(), ClientConfig::default()));
     let gateway = Gateway::new(
         backend.clone(),
         GatewayConfig {
@@ -241,20 +241,22 @@ fn core_config(settings: &RunSettings, mesh: &Mesh) -> CoreConfig {
 
 /// Renews the leases of every open episode and gives idle ones back.
 async fn keep_episodes(node: Node, shutdown: CancellationToken) {
-    let mut beat = tokio::time::interval(RENEW_BEAT);
+    let client = node.backend.client();
+    let mut beat = tokio::time::interval(REAP_BEAT);
     loop {
         tokio::select! {
             biased;
             () = shutdown.cancelled() => return,
-            _ = beat.tick() => {}
-        }
-        let running = node.gateway.running();
-        if !running.is_empty() {
-            for lost in node.backend.claim_many(&[], 0, &running).await.revoked {
-                let _ = node.gateway.abort(lost, "its lease was given to another node").await;
+            () = client.renewal_due() => {
+                let running = node.gateway.running();
+                for lost in client.claim(&[], 0, &running).await.revoked {
+                    let _ = node.gateway.abort(lost, "its lease was given to another node").await;
+                }
+            }
+            _ = beat.tick() => {
+                node.gateway.reap().await;
             }
         }
-        node.gateway.reap().await;
     }
 }
 

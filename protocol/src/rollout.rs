@@ -9,11 +9,12 @@ use crate::signed::{Domain, Signature, Signer, Verifier};
 use crate::time::Timestamp;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// First bytes of every envelope.
 pub const ENVELOPE_MAGIC: [u8; 4] = *b"STRL";
-/// Format of the envelope and its body.
-pub const ENVELOPE_VERSION: u16 = 1;
+/// Format of the envelope and its body. 2: a turn may have tokens that no receipt covers.
+pub const ENVELOPE_VERSION: u16 = 2;
 /// Longest envelope: 4 timelines × 128 Ki tokens × 8 bytes = 4 MiB.
 pub const ROLLOUT_LEN_BYTES_MAX: usize = 4 << 20;
 /// Most timelines in an episode.
@@ -36,8 +37,8 @@ pub enum FinishReason {
 pub struct Timeline {
     /// Token ids, prompt and answers in order.
     pub tokens: Vec<u32>,
-    /// Same length; true where the token was sampled here and trains. A token that several timelines share
-    /// is true in one of them only.
+    /// Same length; true where the token was sampled in this episode, a receipt covers it, and it trains. A token that
+    /// several timelines share is true in one of them only.
     pub loss_mask: Vec<bool>,
     /// Same length; natural logarithm of the probability under the weights that sampled the token, at
     /// temperature 1 and without truncation; 0 where the mask is false.
@@ -51,6 +52,16 @@ pub struct Timeline {
 pub struct Receipt {
     /// Of [`receipt_body`].
     pub signature: Signature,
+}
+
+/// How far servers vouch for a completion. The server that ends a turn signs for the tokens that it sampled itself;
+/// what servers streamed that were lost before their end comes first, and stands under nobody's signature.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TurnReceipt {
+    /// The first so many tokens of the completion are not covered: to the signing server they were part of its prompt.
+    pub unreceipted_len: u32,
+    /// Over everything before as the prompt, and the rest of the completion.
+    pub receipt: Receipt,
 }
 
 /// What a receipt signs: model, prompt, tokens, logprobs and versions of one turn.
@@ -72,7 +83,7 @@ pub struct Turn {
     pub timeline: u32,
     /// Prompt length in tokens: the call saw `tokens[..prompt_len]` of that timeline.
     pub prompt_len: u32,
-    /// Sampled tokens, which follow the prompt.
+    /// Sampled tokens, which follow the prompt; those without a receipt are among them.
     pub completion_len: u32,
     /// Why it ended.
     pub finish: FinishReason,
@@ -80,10 +91,20 @@ pub struct Turn {
     pub temperature: f32,
     /// Wall time of the call in milliseconds.
     pub duration_ms: u32,
-    /// The server's word.
-    pub receipt: Receipt,
+    /// The servers' word; `None` when the last server was lost before it signed: then none of the turn's tokens train.
+    pub receipt: Option<TurnReceipt>,
     /// Why this call did not continue an earlier timeline; `None` when it did, or was the first.
     pub fork_cause: Option<String>,
+}
+
+impl Turn {
+    /// The tokens of its timeline that a server vouches for; empty when none does. Does not check that they fit.
+    #[must_use]
+    pub fn receipted(&self) -> Range<usize> {
+        let end = self.prompt_len as usize + self.completion_len as usize;
+        let unreceipted = self.receipt.as_ref().map_or(self.completion_len, |r| r.unreceipted_len);
+        self.prompt_len as usize + unreceipted as usize..end
+    }
 }
 
 /// The record of an episode.
@@ -290,11 +311,33 @@ impl Rollout {
             if !fits {
                 return Err(self.field(format!("turns[{i}]"), "a span inside its timeline", turn.timeline));
             }
+            if let Some(r) = turn.receipt.as_ref().filter(|r| r.unreceipted_len > turn.completion_len) {
+                let expected = "at most the turn's completion_len";
+                return Err(self.field(format!("turns[{i}].receipt.unreceipted_len"), expected, r.unreceipted_len));
+            }
         }
-        let trained: usize = self.timelines.iter().map(|t| t.loss_mask.iter().filter(|m| **m).count()).sum();
-        let sampled: u64 = self.turns.iter().map(|t| u64::from(t.completion_len)).sum();
-        if trained as u64 > sampled {
-            return Err(self.field("loss_mask", "true on sampled tokens only", trained));
+        self.check_mask()
+    }
+
+    /// A token trains only where a receipt covers it. One pass over turns and tokens, however the turns overlap.
+    fn check_mask(&self) -> Result<(), RolloutError> {
+        // Receipted spans that begin, less those that end, before each token.
+        let mut steps: Vec<Vec<i64>> = self.timelines.iter().map(|t| vec![0; t.tokens.len() + 1]).collect();
+        for turn in &self.turns {
+            let span = turn.receipted();
+            let steps = &mut steps[turn.timeline as usize];
+            steps[span.start] += 1;
+            steps[span.end] -= 1;
+        }
+        for (i, (t, steps)) in self.timelines.iter().zip(&steps).enumerate() {
+            let mut covered = 0;
+            for (j, (trains, step)) in t.loss_mask.iter().zip(steps).enumerate() {
+                covered += step;
+                if *trains && covered == 0 {
+                    let expected = "false: no receipt covers the token";
+                    return Err(self.field(format!("timelines[{i}].loss_mask[{j}]"), expected, true));
+                }
+            }
         }
         Ok(())
     }
@@ -302,7 +345,8 @@ impl Rollout {
     fn check_receipts(&self, verifier: &dyn Verifier) -> Result<(), RolloutError> {
         for (i, turn) in self.turns.iter().enumerate() {
             let t = &self.timelines[turn.timeline as usize];
-            let (from, to) = (turn.prompt_len as usize, (turn.prompt_len + turn.completion_len) as usize);
+            let Some(r) = &turn.receipt else { continue };
+            let Range { start: from, end: to } = turn.receipted();
             // A fork's shared tokens are masked out in all timelines but one; a receipt covers the turn in the
             // timeline that trains on it, where logprobs and versions stand.
             let body = receipt_body(
@@ -312,11 +356,11 @@ impl Rollout {
                 &t.behaviour_logprobs[from..to],
                 &t.policy_versions[from..to],
             );
-            if !turn.receipt.signature.verifies(verifier, Domain::Receipt, &body) {
+            if !r.receipt.signature.verifies(verifier, Domain::Receipt, &body) {
                 return Err(RolloutError::BadReceipt {
                     episode: self.episode,
                     turn: i,
-                    signer: turn.receipt.signature.signer,
+                    signer: r.receipt.signature.signer,
                 });
             }
         }

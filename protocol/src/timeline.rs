@@ -17,7 +17,7 @@
 //! calls, so a system prompt or a tool that changed starts a new timeline, and the turn records why.
 
 use crate::ids::{Hash, PolicyVersion};
-use crate::rollout::{FinishReason, Receipt, Timeline, Turn};
+use crate::rollout::{FinishReason, Timeline, Turn, TurnReceipt};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -126,8 +126,8 @@ pub struct TurnInfo {
     pub temperature: f32,
     /// Wall time in milliseconds.
     pub duration_ms: u32,
-    /// The server's word over the whole prompt and the completion.
-    pub receipt: Receipt,
+    /// The servers' word. Tokens that it does not cover are context: they stay in the timeline and do not train.
+    pub receipt: Option<TurnReceipt>,
 }
 
 /// One call: what it added to its parent's tokens.
@@ -147,6 +147,12 @@ struct Node {
 impl Node {
     fn end(&self) -> usize {
         self.prompt_len + self.completion.tokens.len()
+    }
+
+    /// Tokens at the start of the completion that no server vouches for.
+    fn unreceipted_len(&self) -> usize {
+        let len = self.completion.tokens.len();
+        self.info.receipt.as_ref().map_or(len, |r| len.min(r.unreceipted_len as usize))
     }
 }
 
@@ -318,14 +324,14 @@ impl TimelineTree {
                 t.behaviour_logprobs.resize(t.tokens.len(), 0.0);
                 t.policy_versions.resize(t.tokens.len(), PolicyVersion(0));
                 t.tokens.extend_from_slice(&node.completion.tokens);
-                t.loss_mask.resize(t.tokens.len(), trains);
-                if trains {
-                    t.behaviour_logprobs.extend_from_slice(&node.completion.logprobs);
-                    t.policy_versions.extend_from_slice(&node.completion.versions);
-                } else {
-                    t.behaviour_logprobs.resize(t.tokens.len(), 0.0);
-                    t.policy_versions.resize(t.tokens.len(), PolicyVersion(0));
-                }
+                let context = if trains { node.unreceipted_len() } else { node.completion.tokens.len() };
+                let context_end = node.prompt_len + context;
+                t.loss_mask.resize(context_end, false);
+                t.behaviour_logprobs.resize(context_end, 0.0);
+                t.policy_versions.resize(context_end, PolicyVersion(0));
+                t.loss_mask.resize(t.tokens.len(), true);
+                t.behaviour_logprobs.extend_from_slice(&node.completion.logprobs[context..]);
+                t.policy_versions.extend_from_slice(&node.completion.versions[context..]);
             }
             timelines.push(t);
         }
@@ -343,8 +349,8 @@ impl TimelineTree {
         (timelines, turns.collect())
     }
 
-    /// Leaves become timelines, calls become turns in the order in which they ended. Each sampled token trains
-    /// in exactly one timeline, the one that its turn points to; elsewhere it is context.
+    /// Leaves become timelines, calls become turns in the order in which they ended. Each receipted token
+    /// trains in exactly one timeline, the one that its turn points to; elsewhere it is context.
     #[must_use]
     pub fn into_timelines(self) -> (Vec<Timeline>, Vec<Turn>) {
         self.timelines()
@@ -388,7 +394,7 @@ mod tests {
     use crate::assignment::{Assignment, Purpose};
     use crate::ids::{EpisodeId, GroupId, JobId, ModelName, NodeId, TaskRef, Term};
     use crate::job::Sampling;
-    use crate::rollout::{Rollout, receipt_body, verify_rollout};
+    use crate::rollout::{Receipt, Rollout, RolloutError, receipt_body, verify_rollout};
     use crate::signed::{Domain, Signature, Signer, Verifier};
     use crate::time::Timestamp;
 

@@ -270,6 +270,9 @@ pub struct Generate {
     pub top_k: u32,
     /// Sampling seed.
     pub seed: u64,
+    /// Tokens of this answer that were drawn under the seed before, by a server that was lost, and now end the prompt:
+    /// the generator goes on behind their draws.
+    pub drawn: u32,
     /// Most tokens.
     pub max_tokens: u32,
     /// Ids that end the turn; the one that does is part of the answer.
@@ -310,6 +313,9 @@ pub enum GenerateFrame {
     End {
         /// Why.
         finish: FinishReason,
+        /// Tokens that the receipt covers, counted from the first one of this stream. After a
+        /// [`GenerateControl::Stop`] it tells the answer to it from an end that crossed it.
+        tokens: u32,
         /// The server's signature over the turn, see [`crate::rollout::receipt_body`].
         receipt: Receipt,
     },

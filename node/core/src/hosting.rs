@@ -216,6 +216,7 @@ impl Hosting {
             top_p: req.top_p,
             top_k: req.top_k,
             seed: req.seed,
+            drawn: req.drawn,
             max_tokens: req.max_tokens,
             stop_token_ids: req.stop_token_ids,
             top_logprobs: req.top_logprobs.min(TOP_LOGPROBS_MAX),
@@ -330,6 +331,11 @@ impl TurnSoFar {
     fn end(&self, signer: &dyn Signer, keep: usize, finish: FinishReason) -> GenerateFrame {
         let n = keep.min(self.tokens.len());
         let body = receipt_body(&self.model, &self.prompt, &self.tokens[..n], &self.logprobs[..n], &self.versions[..n]);
-        GenerateFrame::End { finish, receipt: Receipt { signature: Signature::new(signer, Domain::Receipt, &body) } }
+        let tokens = u32::try_from(n).unwrap_or(u32::MAX);
+        GenerateFrame::End {
+            finish,
+            tokens,
+            receipt: Receipt { signature: Signature::new(signer, Domain::Receipt, &body) },
+        }
     }
 }

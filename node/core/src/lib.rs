@@ -4,6 +4,7 @@
 //! tokio's clock, so that the same code runs in a node and in the simulator.
 
 pub mod blobs;
+pub mod client;
 pub mod compute;
 pub mod consensus;
 pub mod hosting;

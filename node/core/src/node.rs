@@ -10,6 +10,7 @@ use crate::models::{LeaderError, Models};
 use crate::rollouts::Rollouts;
 use crate::runtime::spawn;
 use crate::transport::{FrameStream, Inbound, InboundError, SharedTransport, Verdict};
+use crate::watch;
 use async_trait::async_trait;
 use bytes::Bytes;
 use starling_protocol::codec::{decode, encode};
@@ -74,6 +75,8 @@ pub struct NodeCore {
     hosting: Arc<Hosting>,
     context: LeaderContext,
     desks: Mutex<BTreeMap<ModelName, Arc<Desk>>>,
+    /// Grows whenever a connection opens or the last one to a peer closes.
+    connections: watch::Sender<u64>,
     shutdown: CancellationToken,
 }
 
@@ -143,6 +146,7 @@ impl NodeCore {
             hosting,
             context,
             desks: Mutex::new(BTreeMap::new()),
+            connections: watch::channel(0).0,
             shutdown,
         });
         core.transport.subscribe(Topic::Nodes);
@@ -158,6 +162,16 @@ impl NodeCore {
     #[must_use]
     pub fn node(&self) -> NodeId {
         self.transport.local()
+    }
+    /// Verifies any node's signature.
+    #[must_use]
+    pub fn verifier(&self) -> &Arc<dyn Verifier> {
+        &self.verifier
+    }
+    /// Signals when a connection opened or the last one to a peer closed; see [`crate::transport::Transport::connected`].
+    #[must_use]
+    pub fn connections(&self) -> watch::Receiver<u64> {
+        self.connections.receiver()
     }
     /// The network.
     #[must_use]
@@ -523,5 +537,9 @@ impl Inbound for Dispatch {
 
     fn on_connection(&self, peer: NodeId, connected: bool) {
         self.0.membership.on_connection(peer, connected);
+        self.0.connections.modify(|n| {
+            *n += 1;
+            true
+        });
     }
 }

@@ -19,6 +19,9 @@ pub struct SamplingParams {
     pub top_k: u32,
     /// Seed of this request's generator (ChaCha8): the same seed, prompt and weights give the same tokens.
     pub seed: u64,
+    /// Tokens drawn under this seed before the prompt's end: the generator starts behind their draws, so that an answer
+    /// that was cut off and is continued here gets the tokens that it would have got.
+    pub drawn: u32,
     /// Most tokens to generate, at least 1.
     pub max_tokens: u32,
     /// Generation ends with the first of these, which is emitted.
@@ -35,6 +38,7 @@ impl Default for SamplingParams {
             top_p: 1.0,
             top_k: 0,
             seed: 0,
+            drawn: 0,
             max_tokens: 128,
             stop_token_ids: Vec::new(),
             top_logprobs: 0,
@@ -94,10 +98,14 @@ fn tempered_body<const FMA: bool>(logits: &[f32], max: f32, inv_temperature: f32
 /// Below this the tempered distribution is the greedy one within f32: e^(-1e-3/1e-5) = 0 for any visible difference.
 const GREEDY_BELOW: f32 = 1e-5;
 
+/// 32-bit words of the generator that one token takes, whatever comes of it: see `draw_tempered`.
+const WORDS_PER_DRAW: u128 = 2;
+
 impl Sampler {
-    /// A sampler in its initial state.
+    /// A sampler that has drawn `params.drawn` tokens.
     pub(crate) fn new(params: SamplingParams) -> Self {
-        let rng = ChaCha8Rng::seed_from_u64(params.seed);
+        let mut rng = ChaCha8Rng::seed_from_u64(params.seed);
+        rng.set_word_pos(u128::from(params.drawn) * WORDS_PER_DRAW);
         Self { params, rng, weights: Vec::new() }
     }
 
@@ -250,6 +258,18 @@ mod tests {
             for (f, w) in frequencies(params(temperature, 0, 1.0), &logits, 20_000).iter().zip(&weights) {
                 assert!((f - w / sum).abs() < 0.011, "{f} against {}", w / sum);
             }
+        }
+    }
+
+    #[test]
+    fn a_sampler_that_starts_behind_draws_goes_on_as_the_unbroken_one() {
+        let logits: Vec<f32> = (0u16..50).map(|i| (f32::from(i) * 0.7).sin()).collect();
+        let mut unbroken = Sampler::new(params(1.0, 20, 0.9));
+        let ids: Vec<u32> = (0..40).map(|_| unbroken.draw(&logits).unwrap().id).collect();
+        for drawn in [1u32, 7, 8, 9, 33] {
+            let mut continued = Sampler::new(SamplingParams { drawn, ..params(1.0, 20, 0.9) });
+            let rest: Vec<u32> = (drawn..40).map(|_| continued.draw(&logits).unwrap().id).collect();
+            assert_eq!(rest, ids[drawn as usize..], "continued behind {drawn} draws");
         }
     }
 

@@ -5,8 +5,8 @@ use async_trait::async_trait;
 use futures::Stream;
 use futures::stream::BoxStream;
 use starling_protocol::assignment::Assignment;
-use starling_protocol::rollout::{Rollout, RolloutError};
-use starling_protocol::wire::{Generate, GenerateFrame};
+use starling_protocol::rollout::{FinishReason, Rollout, RolloutError, TurnReceipt};
+use starling_protocol::wire::{Generate, TokenFrame};
 use starling_protocol::{EpisodeId, JobId, ModelName, NodeId, PolicyVersion, RolloutId, Timestamp};
 use std::fmt;
 use std::pin::Pin;
@@ -75,25 +75,40 @@ pub struct ModelInfo {
     pub created: Timestamp,
 }
 
-/// The frames of one answer. Dropping it cancels the generation.
+/// What an answer brings.
+#[derive(Clone, Debug, PartialEq)]
+pub enum AnswerEvent {
+    /// Tokens, as they are sampled.
+    Tokens(Vec<TokenFrame>),
+    /// The answer is complete.
+    End {
+        /// Why.
+        finish: FinishReason,
+        /// The servers' word for it: what no receipt covers is recorded, and not trained on.
+        receipt: Option<TurnReceipt>,
+    },
+}
+
+/// The events of one answer. A server that is lost on the way is the backend's to replace. Dropping it cancels the
+/// generation.
 pub struct GenerateStream {
-    frames: BoxStream<'static, Result<GenerateFrame, BackendError>>,
+    events: BoxStream<'static, Result<AnswerEvent, BackendError>>,
     stop: Box<dyn FnMut(u32) + Send>,
 }
 
 impl GenerateStream {
-    /// From the frames and what [`GenerateStream::stop`] is to do.
+    /// From the events and what [`GenerateStream::stop`] is to do.
     pub fn new(
-        frames: impl Stream<Item = Result<GenerateFrame, BackendError>> + Send + 'static,
+        events: impl Stream<Item = Result<AnswerEvent, BackendError>> + Send + 'static,
         stop: impl FnMut(u32) + Send + 'static,
     ) -> Self {
-        Self { frames: Box::pin(frames), stop: Box::new(stop) }
+        Self { events: Box::pin(events), stop: Box::new(stop) }
     }
 
     /// Ends the answer after its first `keep` tokens, all of which have been read from this stream.
     ///
-    /// What the other side owes: one more [`GenerateFrame::End`] whose receipt covers exactly those tokens, also
-    /// where the server had sampled further or had ended by itself before it heard of the stop. An `End` that
+    /// What the other side owes: one more [`AnswerEvent::End`] whose receipt covers those tokens and none behind them,
+    /// also where the server had sampled further or had ended by itself before it heard of the stop. An `End` that
     /// was on its way already must not come out of this stream.
     pub fn stop(&mut self, keep: u32) {
         (self.stop)(keep);
@@ -101,9 +116,9 @@ impl GenerateStream {
 }
 
 impl Stream for GenerateStream {
-    type Item = Result<GenerateFrame, BackendError>;
+    type Item = Result<AnswerEvent, BackendError>;
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        self.frames.as_mut().poll_next(cx)
+        self.events.as_mut().poll_next(cx)
     }
 }
 

@@ -4,7 +4,7 @@
 //! call is dropped, and with it every [`GenerateStream`]. It reaches the tree only when all its answers are
 //! complete.
 
-use crate::backend::{BackendError, GenerateStream};
+use crate::backend::{AnswerEvent, BackendError, GenerateStream};
 use crate::episode::{Episode, InFlight, Stage};
 use crate::gateway::Inner;
 use crate::openai::ApiError;
@@ -15,9 +15,9 @@ use axum::http::StatusCode;
 use futures::Stream;
 use starling_protocol::assignment::Purpose;
 use starling_protocol::job::Sampling;
-use starling_protocol::rollout::{FinishReason, Receipt, TIMELINES_MAX};
+use starling_protocol::rollout::{FinishReason, TIMELINES_MAX, TurnReceipt};
 use starling_protocol::timeline::{CallPlan, Completion, TurnInfo};
-use starling_protocol::wire::{Generate, GenerateFrame, TokenFrame};
+use starling_protocol::wire::{Generate, TokenFrame};
 use starling_protocol::{Hash, ModelName, PolicyVersion};
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -178,6 +178,7 @@ impl Call {
                 top_p: options.sampling.top_p,
                 top_k: options.sampling.top_k,
                 seed: 0,
+                drawn: 0,
                 max_tokens: 0,
                 stop_token_ids: format.stop_ids().to_vec(),
                 top_logprobs: options.top_logprobs,
@@ -235,9 +236,8 @@ impl Call {
             let all = seeds.iter().map(|&seed| backend.generate(Generate { seed, ..self.request.clone() }));
             futures::future::try_join_all(all).await?
         };
-        for (stream, seed) in streams.into_iter().zip(seeds) {
-            self.answers.push(Answer::new(stream, seed, Arc::clone(format), &self.options));
-        }
+        let answers = streams.into_iter().map(|stream| Answer::new(stream, Arc::clone(format), &self.options));
+        self.answers.extend(answers);
         Ok(())
     }
 
@@ -274,34 +274,15 @@ impl Call {
         };
         let answer = &mut self.answers[index];
         let cut = BackendError::Unavailable("the engine ended the answer without an end frame".into());
-        match frame.unwrap_or(Err(cut)) {
-            Ok(GenerateFrame::Tokens(tokens)) => answer.tokens(tokens)?,
-            Ok(GenerateFrame::End { finish, receipt }) => answer.end(finish, receipt),
-            Ok(GenerateFrame::Failed { retryable: true, reason }) => {
-                self.retry(index, BackendError::Unavailable(reason)).await?;
-            }
-            Ok(GenerateFrame::Failed { retryable: false, reason }) => return Err(BackendError::Failed(reason).into()),
-            Err(e) => self.retry(index, e).await?,
+        match frame.unwrap_or(Err(cut))? {
+            AnswerEvent::Tokens(tokens) => answer.tokens(tokens)?,
+            AnswerEvent::End { finish, receipt } => answer.end(finish, receipt),
         }
         if self.answers.iter().all(|a| a.end.is_some()) {
             self.record()?;
             return Ok(Progress::Done);
         }
         Ok(Progress::More)
-    }
-
-    /// Starts an answer again of which nothing was shown.
-    async fn retry(&mut self, index: usize, error: BackendError) -> Result<(), ApiError> {
-        let old = &self.answers[index];
-        let again = matches!(error, BackendError::Unavailable(_)) && !old.shown;
-        if !again || old.retries >= self.inner.config.retries_max {
-            return Err(error.into());
-        }
-        tracing::debug!(call = %self.id, %error, "answer is started again");
-        let (seed, retries, format) = (old.seed, old.retries + 1, Arc::clone(&old.format));
-        let stream = self.inner.backend.generate(Generate { seed, ..self.request.clone() }).await?;
-        self.answers[index] = Answer { retries, ..Answer::new(stream, seed, format, &self.options) };
-        Ok(())
     }
 
     /// Puts all answers into the episode's tree.
@@ -351,7 +332,7 @@ fn mix(seed: u64, i: u64) -> u64 {
 }
 
 /// The next frame of whichever answer has one.
-async fn next_frame(answers: &mut [Answer]) -> (usize, Option<Result<GenerateFrame, BackendError>>) {
+async fn next_frame(answers: &mut [Answer]) -> (usize, Option<Result<AnswerEvent, BackendError>>) {
     poll_fn(|cx| {
         for (i, answer) in answers.iter_mut().enumerate().filter(|(_, a)| a.end.is_none()) {
             if let Poll::Ready(frame) = Pin::new(&mut answer.stream).poll_next(cx) {
@@ -367,7 +348,7 @@ async fn next_frame(answers: &mut [Answer]) -> (usize, Option<Result<GenerateFra
 #[derive(Debug)]
 struct AnswerEnd {
     finish: FinishReason,
-    receipt: Receipt,
+    receipt: Option<TurnReceipt>,
 }
 
 /// One answer of a call.
@@ -382,8 +363,6 @@ pub(crate) struct Answer {
     one_call: bool,
     /// Set when the answer was stopped here: later tokens do not count.
     stopped: bool,
-    seed: u64,
-    retries: u32,
     sampled: Completion,
     pieces: Vec<Piece>,
     /// All text for the reader.
@@ -395,8 +374,6 @@ pub(crate) struct Answer {
     /// Text and calls up to here were shown to the reader.
     pub(crate) shown_content: usize,
     pub(crate) shown_calls: usize,
-    /// Whether anything was shown: then it cannot be started again.
-    pub(crate) shown: bool,
     pub(crate) completion_len: usize,
     /// That sampled the last token.
     pub(crate) version: Option<PolicyVersion>,
@@ -404,7 +381,7 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
-    fn new(stream: GenerateStream, seed: u64, format: Arc<ChatFormat>, options: &Options) -> Self {
+    fn new(stream: GenerateStream, format: Arc<ChatFormat>, options: &Options) -> Self {
         Self {
             stream,
             detokenizer: Detokenizer::new(Arc::clone(&format)),
@@ -414,8 +391,6 @@ impl Answer {
             logprobs: options.logprobs,
             one_call: !options.parallel_tool_calls,
             stopped: false,
-            seed,
-            retries: 0,
             sampled: Completion::default(),
             pieces: Vec::new(),
             content: String::new(),
@@ -423,7 +398,6 @@ impl Answer {
             token_logprobs: Vec::new(),
             shown_content: 0,
             shown_calls: 0,
-            shown: false,
             completion_len: 0,
             version: None,
             end: None,
@@ -509,7 +483,7 @@ impl Answer {
         }
     }
 
-    fn end(&mut self, finish: FinishReason, receipt: Receipt) {
+    fn end(&mut self, finish: FinishReason, receipt: Option<TurnReceipt>) {
         if !self.stopped {
             let mut text = String::new();
             self.detokenizer.flush(&mut text);

@@ -28,8 +28,6 @@ pub struct GatewayConfig {
     pub in_flight_max: usize,
     /// A call fails when the engine is silent for so long.
     pub frame_timeout: Duration,
-    /// How often a call that failed before anything of it was shown is tried again.
-    pub retries_max: u32,
     /// An episode without a call for so long is given back by [`Gateway::reap`].
     pub episode_idle_max: Duration,
     /// Ended episodes that are remembered, so that a repeated end gets the same answer. About 1 KiB each.
@@ -45,7 +43,6 @@ impl Default for GatewayConfig {
             body_len_bytes_max: 8 << 20,
             in_flight_max: 1024,
             frame_timeout: Duration::from_secs(300),
-            retries_max: 2,
             episode_idle_max: Duration::from_secs(900),
             ended_kept: 4096,
         }

@@ -21,5 +21,5 @@ pub mod null;
 mod openai;
 pub mod text;
 
-pub use backend::{Backend, BackendError, ClaimError, ClaimRequest, GenerateStream, ModelInfo, SealError};
+pub use backend::{AnswerEvent, Backend, BackendError, ClaimError, ClaimRequest, GenerateStream, ModelInfo, SealError};
 pub use gateway::{AbortError, BeginError, EndError, EpisodeHandle, EpisodeInfo, Gateway, GatewayConfig};

@@ -3,15 +3,17 @@
 //! It gives the same answer to every call at once, with valid receipts, and seals for real, so what is left to
 //! measure is the gateway itself.
 
-use crate::backend::{Backend, BackendError, ClaimError, ClaimRequest, GenerateStream, ModelInfo, SealError};
+use crate::backend::{
+    AnswerEvent, Backend, BackendError, ClaimError, ClaimRequest, GenerateStream, ModelInfo, SealError,
+};
 use crate::text::{ChatFormat, FormatError, ModelFiles, byte_model};
 use async_trait::async_trait;
 use futures::Stream;
 use starling_protocol::assignment::{Assignment, Purpose};
 use starling_protocol::job::Sampling;
-use starling_protocol::rollout::{FinishReason, Receipt, Rollout, SealedRollout, receipt_body};
+use starling_protocol::rollout::{FinishReason, Receipt, Rollout, SealedRollout, TurnReceipt, receipt_body};
 use starling_protocol::signed::{Domain, Signature, Signer};
-use starling_protocol::wire::{Generate, GenerateFrame, TokenFrame};
+use starling_protocol::wire::{Generate, TokenFrame};
 use starling_protocol::{
     EpisodeId, GroupId, JobId, ModelName, NodeId, PolicyVersion, RolloutId, TaskRef, Term, Timestamp,
 };
@@ -212,7 +214,7 @@ struct NullFrames {
 const NULL_LOGPROB: f32 = -0.5;
 
 impl Stream for NullFrames {
-    type Item = Result<GenerateFrame, BackendError>;
+    type Item = Result<AnswerEvent, BackendError>;
     fn poll_next(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let this = &mut *self;
         if this.over {
@@ -226,7 +228,7 @@ impl Stream for NullFrames {
                 |&id: &u32| TokenFrame { id, logprob: NULL_LOGPROB, version: PolicyVersion(1), top: top.clone() };
             let frames = this.tokens[this.sent..to].iter().map(frame).collect();
             this.sent = to;
-            return Poll::Ready(Some(Ok(GenerateFrame::Tokens(frames))));
+            return Poll::Ready(Some(Ok(AnswerEvent::Tokens(frames))));
         }
         this.over = true;
         let n = this.tokens.len().min(keep);
@@ -234,6 +236,7 @@ impl Stream for NullFrames {
         let (logprobs, versions) = (vec![NULL_LOGPROB; n], vec![PolicyVersion(1); n]);
         let body = receipt_body(&this.request.model, &this.request.prompt, &this.tokens[..n], &logprobs, &versions);
         let receipt = Receipt { signature: Signature::new(&*this.signer, Domain::Receipt, &body) };
-        Poll::Ready(Some(Ok(GenerateFrame::End { finish, receipt })))
+        let receipt = Some(TurnReceipt { unreceipted_len: 0, receipt });
+        Poll::Ready(Some(Ok(AnswerEvent::End { finish, receipt })))
     }
 }

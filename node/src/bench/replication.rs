@@ -6,7 +6,9 @@ use super::report::{Better, Row};
 use super::trio::{REPLICATION, Trio};
 use anyhow::{anyhow, ensure};
 use starling_protocol::assignment::Purpose;
-use starling_protocol::rollout::{FinishReason, Receipt, Rollout, SealedRollout, Timeline, Turn, receipt_body};
+use starling_protocol::rollout::{
+    FinishReason, Receipt, Rollout, SealedRollout, Timeline, Turn, TurnReceipt, receipt_body,
+};
 use starling_protocol::signed::{Domain, Signature, Signer};
 use starling_protocol::{EpisodeId, GroupId, JobId, ModelName, PolicyVersion, TaskRef, Term};
 use starling_storage::{Durability, RocksOptions, RocksStore, SharedStore, StoreError, rollouts};
@@ -157,7 +159,10 @@ fn seal(series: u32, i: u32, tokens: usize, model: &ModelName, signer: &dyn Sign
         finish: FinishReason::Length,
         temperature: 1.0,
         duration_ms: 1,
-        receipt: Receipt { signature: Signature::new(signer, Domain::Receipt, &body) },
+        receipt: Some(TurnReceipt {
+            unreceipted_len: 0,
+            receipt: Receipt { signature: Signature::new(signer, Domain::Receipt, &body) },
+        }),
         fork_cause: None,
     };
     let mut episode = [0; 16];

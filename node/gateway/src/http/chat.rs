@@ -145,7 +145,6 @@ impl EventStream {
             let tokens = std::mem::take(&mut answer.token_logprobs);
             answer.shown_content = answer.content.len();
             answer.shown_calls = answer.calls.len();
-            answer.shown = true;
             let mut logprobs = self.call.options.logprobs.then_some(Logprobs { content: &tokens, refusal: None });
             if let Some(content) = &content {
                 let delta = Delta { content: Some(content), ..Delta::default() };

@@ -196,23 +196,37 @@ async fn a_prompt_that_fills_the_context_is_refused() {
 }
 
 #[tokio::test]
-async fn a_server_that_goes_away_is_replaced_unless_it_cannot_be() {
+async fn a_backend_that_gives_up_ends_the_call_with_its_reason_and_records_nothing() {
     let world = World::new();
     let agent = world.begin().await;
-    world.script([Script::Fail(vec![97, 98], true), say("whole")]);
-    let answer = agent.ask(json!([user("q")]), json!({})).await;
-    assert_eq!(content(&answer), "whole");
-    {
-        let requests = world.node.requests.lock().unwrap();
-        assert_eq!(requests[0], requests[1], "the same call again");
-    }
-    world.script((0..3).map(|_| Script::Fail(vec![97], true)));
+    world.script([Script::Fail(vec![97], true)]);
     let (status, answer) = agent.chat(request(json!([user("r")]), json!({}))).await;
     assert_eq!((status.as_u16(), code(&answer)), (503, "engine_unavailable"));
     world.script([Script::Fail(vec![], false)]);
     let (status, answer) = agent.chat(request(json!([user("r")]), json!({}))).await;
     assert_eq!((status.as_u16(), code(&answer)), (500, "engine_failed"));
+    world.script([say("whole")]);
+    agent.ask(json!([user("q")]), json!({})).await;
     assert_eq!(agent.done().await.rollout.turns.len(), 1);
+}
+
+#[tokio::test]
+async fn what_a_lost_server_streamed_is_recorded_and_not_trained_on() {
+    let world = World::new();
+    let agent = world.begin().await;
+    world.script([Script::Continued(vec![97, 98], vec![99, END]), say("on")]);
+    let answer = agent.ask(json!([user("q")]), json!({})).await;
+    assert_eq!(content(&answer), "abc");
+    // Its own text stays the history of the next call.
+    let history = json!([user("q"), { "role": "assistant", "content": "abc" }, user("r")]);
+    agent.ask(history, json!({})).await;
+    let rollout = agent.done().await.rollout;
+    assert_eq!((rollout.timelines.len(), rollout.turns.len()), (1, 2));
+    let (turn, timeline) = (&rollout.turns[0], &rollout.timelines[0]);
+    let at = turn.prompt_len as usize;
+    assert_eq!(timeline.tokens[at..at + 4], [97, 98, 99, END]);
+    assert_eq!(timeline.loss_mask[at..at + 4], [false, false, true, true]);
+    assert_eq!(turn.receipt.as_ref().unwrap().unreceipted_len, 2);
 }
 
 #[tokio::test]

@@ -10,13 +10,14 @@ use serde_json::{Value, json};
 use starling_gateway::null::{NullBackend, byte_format};
 use starling_gateway::text::{ChatFormat, byte_model};
 use starling_gateway::{
-    Backend, BackendError, ClaimError, ClaimRequest, Gateway, GatewayConfig, GenerateStream, ModelInfo, SealError,
+    AnswerEvent, Backend, BackendError, ClaimError, ClaimRequest, Gateway, GatewayConfig, GenerateStream, ModelInfo,
+    SealError,
 };
 use starling_protocol::assignment::{Assignment, Purpose};
 use starling_protocol::job::Sampling;
-use starling_protocol::rollout::{Rollout, VerifiedRollout, verify_rollout};
+use starling_protocol::rollout::{Rollout, TurnReceipt, VerifiedRollout, verify_rollout};
 use starling_protocol::signed::{Signer, Verifier};
-use starling_protocol::wire::{Generate, GenerateFrame, TokenFrame};
+use starling_protocol::wire::{Generate, TokenFrame};
 use starling_protocol::{EpisodeId, Hash, ModelName, NodeId, PolicyVersion, RolloutId, Timestamp};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -56,6 +57,8 @@ pub(crate) enum Script {
     Hang(Vec<u32>),
     /// Samples these tokens, then fails.
     Fail(Vec<u32>, bool),
+    /// Samples the first tokens, loses that server, and samples the others at the next one.
+    Continued(Vec<u32>, Vec<u32>),
 }
 
 pub(crate) struct Node {
@@ -101,7 +104,7 @@ impl Backend for Node {
         let script = self.scripts.lock().unwrap().pop_front().expect("a script for each generation");
         let frame = |id: &u32| {
             let token = TokenFrame { id: *id, logprob: -0.5, version: PolicyVersion(1), top: vec![] };
-            Ok(GenerateFrame::Tokens(vec![token]))
+            Ok(AnswerEvent::Tokens(vec![token]))
         };
         match script {
             Script::Say(tokens) => {
@@ -123,9 +126,29 @@ impl Backend for Node {
                 });
                 Ok(GenerateStream::new(futures::stream::iter(frames).chain(hang), |_| {}))
             }
+            Script::Continued(lost, rest) => {
+                self.answers.lock().unwrap().push_back(rest);
+                let prompt = request.prompt.iter().chain(&lost).copied().collect();
+                let continued = self.null.generate(Generate { prompt, ..request }).await?;
+                let frames: Vec<_> = lost.iter().map(frame).collect();
+                let unreceipted_len = u32::try_from(lost.len()).unwrap();
+                let continued = continued.map(move |event| match event? {
+                    AnswerEvent::End { finish, receipt } => {
+                        let receipt = receipt.map(|r| TurnReceipt { unreceipted_len, ..r });
+                        Ok(AnswerEvent::End { finish, receipt })
+                    }
+                    tokens @ AnswerEvent::Tokens(_) => Ok(tokens),
+                });
+                Ok(GenerateStream::new(futures::stream::iter(frames).chain(continued), |_| {}))
+            }
             Script::Fail(tokens, retryable) => {
                 let mut frames: Vec<_> = tokens.iter().map(frame).collect();
-                frames.push(Ok(GenerateFrame::Failed { retryable, reason: "the server went away".into() }));
+                let reason = "the server went away".to_owned();
+                frames.push(Err(if retryable {
+                    BackendError::Unavailable(reason)
+                } else {
+                    BackendError::Failed(reason)
+                }));
                 Ok(GenerateStream::new(futures::stream::iter(frames), |_| {}))
             }
         }
