@@ -53,6 +53,11 @@ pub enum Command {
     /// Measure, and print a table or JSON.
     #[command(after_help = "Example:\n  starling bench episodes --json")]
     Bench(BenchArgs),
+    /// Simulate a mesh under faults in virtual time, and check every promise after every event.
+    #[command(
+        after_help = "Examples:\n  starling sim --list\n  starling sim split --seeds 7 --report report\n  starling sim --seeds 1..200\n  starling sim my_scenario.toml --seeds 1..20 --json"
+    )]
+    Sim(SimArgs),
     /// A mesh of five processes trains the embedded model, loses its leader and heals.
     #[command(after_help = "Example:\n  starling demo --steps 70 --seed 1 --report report")]
     Demo(DemoArgs),
@@ -232,6 +237,37 @@ pub enum BenchName {
     Training,
     /// All of them.
     All,
+}
+
+/// `sim`.
+#[derive(Debug, Args)]
+pub struct SimArgs {
+    /// A scenario file, or the name of a scenario of the library. Default: the whole library, seeds dealt in turn.
+    pub scenario: Option<String>,
+    /// Seeds, as A..B with both ends, or one.
+    #[arg(long, default_value = "1", value_name = "A..B")]
+    pub seeds: String,
+    /// Run every seed on every scenario rather than dealing them.
+    #[arg(long)]
+    pub every: bool,
+    /// Write a page to step through the run; needs one scenario and one seed.
+    #[arg(long, value_name = "DIR")]
+    pub report: Option<PathBuf>,
+    /// Run each seed again, and compare the traces.
+    #[arg(long)]
+    pub twice: bool,
+    /// Go on after a violation.
+    #[arg(long)]
+    pub keep_going: bool,
+    /// Runs at a time. Default: the number of cores.
+    #[arg(long)]
+    pub threads: Option<usize>,
+    /// List the library.
+    #[arg(long, conflicts_with_all = ["scenario", "report"])]
+    pub list: bool,
+    /// Print a scenario of the library: a start for one of your own.
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["scenario", "report"])]
+    pub show: Option<String>,
 }
 
 /// `demo`.

@@ -4,7 +4,7 @@ use clap::Parser;
 use starling_bootstrap::ticket::Ticket;
 use starling_node::cli::{CheckpointCommand, Cli, Command, JobCommand, NodeCommand, RolloutCommand, RunArgs};
 use starling_node::commands::client::AdminClient;
-use starling_node::commands::{checkpoint, job, node, rollout, status};
+use starling_node::commands::{checkpoint, job, node, rollout, sim, status};
 use starling_node::data_dir::DataDir;
 use starling_node::settings::RunSettings;
 use starling_node::{BadInput, bench, demo, pretrain, run};
@@ -63,6 +63,7 @@ async fn execute(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Checkpoint(CheckpointCommand::List) => checkpoint::list(&client()?, json).await?,
         Command::Pretrain(args) => tokio::task::block_in_place(|| pretrain::pretrain(&args, json))?,
         Command::Bench(args) => bench::bench(&args, json).await?,
+        Command::Sim(args) => return tokio::task::block_in_place(|| sim::sim(&args, json)),
         Command::Demo(args) => return demo::demo(&args, json).await,
     }
     Ok(ExitCode::SUCCESS)

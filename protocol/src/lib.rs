@@ -21,6 +21,7 @@ pub mod job;
 pub mod ledger;
 pub mod manifest;
 pub mod placement;
+pub mod planted;
 pub mod record;
 pub mod rollout;
 pub mod signed;

@@ -1,13 +1,23 @@
-//! Deterministic simulation of the protocol's state machines: one seed, one trace.
+//! Deterministic simulation of whole nodes: one seed, one trace.
 //!
-//! [`world::World`] runs the leader's ledger, the control log's state and a crowd of clients over a lossy,
-//! reordering network in virtual time, with leaders that are replaced in the middle of anything. After every
-//! event each file of [`invariants`] checks its property; a violation names the seed that reproduces it.
+//! Everything of a node above the wire runs unchanged, Raft included: [`starling_core`]'s logic on a simulated network,
+//! disk and clock, in virtual time, on one thread. What is modelled are devices (tokens and weights are hashes that take
+//! time) and agent programs.
 //!
-//! The network, disk and Raft of a whole node join this world with the simulator of their own; what is here
-//! is the part that needs neither.
+//! ```text
+//! scenario.toml ─▶ scenario ─ seed ─▶ sim: nodes, faults ─ events ─▶ oracle, invariants, trace ─▶ run::Outcome ─▶ report
+//! ```
+//!
+//! See `docs/simulation.md`.
 
+pub mod event;
 pub mod invariants;
-pub mod world;
+pub mod oracle;
+pub mod report;
+pub mod run;
+pub mod scenario;
+mod sim;
 
-pub use world::{Outcome, World};
+pub use run::{Outcome, replays, run, run_all};
+pub use scenario::Scenario;
+pub use sim::Violation;

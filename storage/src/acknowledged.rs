@@ -2,7 +2,7 @@
 
 use crate::error::StoreError;
 use crate::schema::{hash_at_end, successor};
-use crate::store::{Batch, Durability, Family, Store};
+use crate::store::{Batch, Durability, Family, KeyValue, Store};
 use serde::{Deserialize, Serialize};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::{JobId, NodeId, RolloutId};
@@ -55,18 +55,23 @@ pub fn acknowledged(
     limit: usize,
 ) -> Result<Vec<Acknowledged>, StoreError> {
     let from = after.map_or_else(Vec::new, |id| successor(&id.0));
-    store
-        .scan(Family::Acknowledged, &from, None, limit)?
-        .into_iter()
-        .map(|(key, value)| {
-            let corrupt = |reason: String| StoreError::corrupt(Family::Acknowledged, &key, reason);
-            let id =
-                hash_at_end(&key).filter(|_| key.len() == 32).ok_or_else(|| corrupt("not a rollout id".to_owned()))?;
-            let row: Row =
-                decode("acknowledged rollout", &value, RECORD_LEN_BYTES_MAX).map_err(|e| corrupt(e.to_string()))?;
-            Ok(Acknowledged { id, job: row.job, holders: row.holders })
-        })
-        .collect()
+    store.scan(Family::Acknowledged, &from, None, limit)?.iter().map(read).collect()
+}
+
+/// What was promised about one rollout.
+///
+/// # Errors
+/// As [`acknowledged`].
+pub fn promise(store: &dyn Store, id: RolloutId) -> Result<Option<Acknowledged>, StoreError> {
+    let value = store.get(Family::Acknowledged, &id.0)?;
+    value.map(|v| read(&(id.0.to_vec(), v))).transpose()
+}
+
+fn read((key, value): &KeyValue) -> Result<Acknowledged, StoreError> {
+    let corrupt = |reason: String| StoreError::corrupt(Family::Acknowledged, key, reason);
+    let id = hash_at_end(key).filter(|_| key.len() == 32).ok_or_else(|| corrupt("not a rollout id".to_owned()))?;
+    let row: Row = decode("acknowledged rollout", value, RECORD_LEN_BYTES_MAX).map_err(|e| corrupt(e.to_string()))?;
+    Ok(Acknowledged { id, job: row.job, holders: row.holders })
 }
 
 /// All of them.

@@ -450,7 +450,8 @@ impl NodeCore {
                 let c: LedgerCounts = l.counts().clone();
                 serde_json::json!({
                     "running": l.running(), "accepted": l.accepted(), "whole_groups": l.whole_groups(),
-                    "quota": l.quota(), "assigned": c.assigned, "rollouts_accepted": c.accepted,
+                    "quota": l.quota(), "adopted": l.adopted_groups() * u64::from(l.job().spec.group_size),
+                    "assigned": c.assigned, "rollouts_accepted": c.accepted,
                     "rollouts_ignored": c.ignored, "rollouts_invalid": c.invalid, "aborted": c.aborted,
                     "leases_expired": c.expired, "stale_dropped": c.stale_dropped,
                 })

@@ -6,7 +6,7 @@
 
 use std::convert::Infallible;
 use std::future::Future;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -35,6 +35,8 @@ struct ScopeInner {
     rng: Mutex<ChaCha8Rng>,
     tasks: Mutex<Vec<AbortHandle>>,
     crashed: AtomicBool,
+    /// How much longer every [`blocking`] takes, microseconds.
+    blocking_delay_us: AtomicU64,
 }
 
 impl NodeScope {
@@ -45,6 +47,7 @@ impl NodeScope {
             rng: Mutex::new(ChaCha8Rng::seed_from_u64(seed)),
             tasks: Mutex::new(Vec::new()),
             crashed: AtomicBool::new(false),
+            blocking_delay_us: AtomicU64::new(0),
         }))
     }
     /// The scope of the running task.
@@ -81,6 +84,10 @@ impl NodeScope {
         tasks.iter().for_each(AbortHandle::abort);
         alive
     }
+    /// Makes every [`blocking`] take this much longer from now on: a slow disk.
+    pub fn delay_blocking(&self, by: Duration) {
+        self.0.blocking_delay_us.store(u64::try_from(by.as_micros()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
     /// Draws from the node's generator.
     #[must_use]
     pub fn draw(&self) -> u64 {
@@ -109,7 +116,11 @@ where
 /// # Panics
 /// When `work` does.
 pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Stopped> {
-    if NodeScope::current().is_some() {
+    if let Some(scope) = NodeScope::current() {
+        let delay = scope.0.blocking_delay_us.load(Ordering::Relaxed);
+        if delay > 0 {
+            tokio::time::sleep(Duration::from_micros(delay)).await;
+        }
         return Ok(work());
     }
     match tokio::task::spawn_blocking(work).await {

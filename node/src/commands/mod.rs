@@ -5,4 +5,5 @@ pub mod client;
 pub mod job;
 pub mod node;
 pub mod rollout;
+pub mod sim;
 pub mod status;

@@ -1,16 +1,28 @@
-use super::Violation;
-use crate::world::World;
+use super::{Conflict, Invariant};
+use crate::event::{Event, NodeIx};
+use crate::oracle::Oracle;
+use starling_protocol::EpisodeId;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
-/// I9: an episode id is given to one client only, ever.
-pub(super) fn check(w: &World) -> Result<(), Violation> {
-    let mut holder = BTreeMap::new();
-    for (episode, client) in w.grants() {
-        if let Some(first) = holder.insert(*episode, *client)
-            && first != *client
-        {
-            return Err(format!("episode {episode} was leased to {first:?} and to {client:?}"));
+/// I9: an episode is held by at most one lease at a time. A replacement is an episode of its own, so an id never goes
+/// to a second client.
+#[derive(Debug, Default)]
+pub(super) struct OneLease {
+    holders: BTreeMap<EpisodeId, NodeIx>,
+}
+
+impl Invariant for OneLease {
+    fn name(&self) -> &'static str {
+        "I9 an episode is held by one lease"
+    }
+    fn on_event(&mut self, _at: Duration, event: &Event, _oracle: &Oracle) -> Result<(), Conflict> {
+        let Event::Granted { node, episode, .. } = event else { return Ok(()) };
+        match self.holders.insert(*episode, *node) {
+            Some(other) if other != *node => {
+                Err(format!("episode {} was leased to node {} and to node {}", episode.short(), other.0, node.0))
+            }
+            _ => Ok(()),
         }
     }
-    Ok(())
 }

@@ -1,24 +1,77 @@
-//! One property a file, by its number in `ARCHITECTURE.md`.
+//! One property a file, by its number in `ARCHITECTURE.md`. Each looks at every event.
 
+mod i1_one_leader;
 mod i2_version_chain;
 mod i3_consumed_once;
-mod i5_staleness;
+mod i4_nothing_lost;
+mod i5_fresh_and_verified;
+mod i6_deposed_commits_nothing;
+mod i7_convergence;
+mod i8_never_back;
 mod i9_one_lease;
-mod quota;
+mod i10_hashes;
+mod i11_bounds;
+mod named_waits;
 
-use crate::world::World;
+use crate::event::{Event, NodeIx};
+use crate::oracle::Oracle;
+use std::time::Duration;
 
-/// What a checker found: the property and the states that conflict.
-pub type Violation = String;
+/// What a checker found: the states that conflict.
+pub type Conflict = String;
 
-/// Looks at the world after an event.
-pub type Checker = fn(&World) -> Result<(), Violation>;
+/// A property of runs. I12 (same seed, same trace) is a property of pairs of runs: see [`crate::run::replays`].
+pub trait Invariant: Send {
+    /// Number and words.
+    fn name(&self) -> &'static str;
+    /// Looks at an event that `oracle` knows already.
+    ///
+    /// # Errors
+    /// The states that conflict.
+    fn on_event(&mut self, at: Duration, event: &Event, oracle: &Oracle) -> Result<(), Conflict>;
+    /// Looks at the end of the run.
+    ///
+    /// # Errors
+    /// The states that conflict.
+    fn at_end(&mut self, _end: &End<'_>, _oracle: &Oracle) -> Result<(), Conflict> {
+        Ok(())
+    }
+}
 
-/// Every checker, with its name.
-pub const ALL: [(&str, Checker); 5] = [
-    ("I2 committed versions form one chain", i2_version_chain::check),
-    ("I3 no rollout is consumed twice", i3_consumed_once::check),
-    ("I5 consumed episodes are within the staleness bound", i5_staleness::check),
-    ("I9 an episode is held by one lease", i9_one_lease::check),
-    ("admission quota", quota::check),
-];
+/// How a run ended.
+#[derive(Clone, Copy, Debug)]
+pub struct End<'a> {
+    /// Nodes with the server role that are up.
+    pub servers: &'a [NodeIx],
+    /// The models.
+    pub models: &'a [starling_protocol::ModelName],
+    /// Steps committed by the time of the heal.
+    pub steps_at_heal: u64,
+    /// All models' jobs had committed every step by then.
+    pub jobs_done: bool,
+    /// How long the liveness phase took at most.
+    pub limit: Duration,
+    /// What each node that is not where it should be says of itself.
+    pub said: &'a [(NodeIx, String)],
+    /// Everything was as it should be within the limit.
+    pub converged: bool,
+}
+
+/// Every checker.
+#[must_use]
+pub fn all(staleness_max: u64, replication: u32) -> Vec<Box<dyn Invariant>> {
+    vec![
+        Box::new(i1_one_leader::OneLeader::default()),
+        Box::new(i2_version_chain::VersionChain::default()),
+        Box::new(i3_consumed_once::ConsumedOnce::default()),
+        Box::new(i4_nothing_lost::NothingLost { replication }),
+        Box::new(i5_fresh_and_verified::FreshAndVerified { staleness_max }),
+        Box::new(i6_deposed_commits_nothing::DeposedCommitsNothing::default()),
+        Box::new(i7_convergence::Convergence),
+        Box::new(i8_never_back::NeverBack::default()),
+        Box::new(i9_one_lease::OneLease::default()),
+        Box::new(i10_hashes::Hashes),
+        Box::new(i11_bounds::Bounds),
+        Box::new(named_waits::NamedWaits),
+    ]
+}

@@ -1,0 +1,41 @@
+use super::{Conflict, Invariant};
+use crate::event::Event;
+use crate::oracle::Oracle;
+use std::time::Duration;
+
+/// I5: a step trains version `v − 1` on rollouts that an honest client sealed, whose oldest sampled token is at most
+/// `staleness_max` versions older.
+#[derive(Debug)]
+pub(super) struct FreshAndVerified {
+    pub(super) staleness_max: u64,
+}
+
+impl Invariant for FreshAndVerified {
+    fn name(&self) -> &'static str {
+        "I5 consumed rollouts are verified and within the staleness bound"
+    }
+    fn on_event(&mut self, _at: Duration, event: &Event, oracle: &Oracle) -> Result<(), Conflict> {
+        let Event::Applied { model, version, consumed, .. } = event else { return Ok(()) };
+        let trained = version.0.saturating_sub(1);
+        for id in consumed {
+            let facts = oracle.rollouts.get(id);
+            let Some((facts, oldest)) = facts.and_then(|f| Some((f, f.oldest?))) else {
+                return Err(format!("{model} version {version} consumed {}, which nobody sealed", id.short()));
+            };
+            if facts.forged {
+                return Err(format!("{model} version {version} was trained on {}, which is forged", id.short()));
+            }
+            if facts.model.as_ref() != Some(model) {
+                return Err(format!("{model} version {version} consumed {} of {:?}", id.short(), facts.model));
+            }
+            if trained.saturating_sub(oldest.0) > self.staleness_max {
+                return Err(format!(
+                    "{model}: version {trained} was trained on {} of version {oldest}, at most {} versions apart are allowed",
+                    id.short(),
+                    self.staleness_max
+                ));
+            }
+        }
+        Ok(())
+    }
+}

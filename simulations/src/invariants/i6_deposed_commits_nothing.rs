@@ -1,0 +1,54 @@
+use super::{Conflict, Invariant};
+use crate::event::{Event, NodeIx};
+use crate::oracle::Oracle;
+use starling_protocol::{ModelName, PolicyVersion, Term};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// I6: a step is committed by the leader of its own term, and no step of an older term is committed after one of a
+/// newer: the first holder that a step names is the node that made it.
+#[derive(Debug, Default)]
+pub(super) struct DeposedCommitsNothing {
+    leaders: BTreeMap<(ModelName, Term), NodeIx>,
+    newest: BTreeMap<ModelName, (PolicyVersion, Term)>,
+}
+
+impl Invariant for DeposedCommitsNothing {
+    fn name(&self) -> &'static str {
+        "I6 a deposed leader commits nothing"
+    }
+    fn on_event(&mut self, _at: Duration, event: &Event, _oracle: &Oracle) -> Result<(), Conflict> {
+        match event {
+            Event::Leads { node, model, term, is_self: true, .. } => {
+                self.leaders.insert((model.clone(), *term), *node);
+                Ok(())
+            }
+            Event::Applied { model, version, term, holders, .. } => {
+                let leader = self.leaders.get(&(model.clone(), *term));
+                match leader {
+                    None => return Err(format!("{model} version {version} is of term {term}, in which nobody led")),
+                    Some(l) if !holders.contains(l) => {
+                        return Err(format!(
+                            "{model} version {version} of term {term} was made on {:?}, the leader was node {}",
+                            holders.iter().map(|h| h.0).collect::<Vec<_>>(),
+                            l.0
+                        ));
+                    }
+                    Some(_) => {}
+                }
+                let newest = self.newest.entry(model.clone()).or_insert((*version, *term));
+                if version > &newest.0 {
+                    if *term < newest.1 {
+                        return Err(format!(
+                            "{model} version {version} of term {term} was committed after version {} of term {}",
+                            newest.0, newest.1
+                        ));
+                    }
+                    *newest = (*version, *term);
+                }
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+}

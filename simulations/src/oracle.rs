@@ -1,0 +1,178 @@
+//! What clients were promised, and where everything lies: the truth that the checkers compare nodes with.
+//!
+//! It is built from events alone and never asks a node.
+
+use crate::event::{Event, NodeIx};
+use starling_protocol::{Hash, ModelName, PolicyVersion, RolloutId, Term};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// A rollout's way so far.
+#[derive(Clone, Debug, Default)]
+pub struct RolloutFacts {
+    /// Sealed by a client, with its oldest version.
+    pub oldest: Option<PolicyVersion>,
+    /// Of this model.
+    pub model: Option<ModelName>,
+    /// It must never be trained on.
+    pub forged: bool,
+    /// Its client was told that it is safe.
+    pub acknowledged: Option<Duration>,
+    /// On these disks, synced.
+    pub durable: BTreeSet<NodeIx>,
+    /// On these disks, not synced yet.
+    pub written: BTreeSet<NodeIx>,
+    /// Disks that had it durably and were lost.
+    pub destroyed: u32,
+    /// Consumed by this version, first seen.
+    pub consumed_by: Option<PolicyVersion>,
+}
+
+/// A committed step as first seen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepFacts {
+    /// Its term.
+    pub term: Term,
+    /// Hash of its weights.
+    pub weights: Hash,
+    /// What it consumed.
+    pub consumed: Vec<RolloutId>,
+}
+
+/// See the module's text.
+#[derive(Debug, Default)]
+pub struct Oracle {
+    /// Nodes whose process runs.
+    pub up: BTreeSet<NodeIx>,
+    /// All rollouts.
+    pub rollouts: BTreeMap<RolloutId, RolloutFacts>,
+    /// Not synced yet, by node: what a sync makes durable and a power failure undoes.
+    unsynced: BTreeMap<NodeIx, Vec<RolloutId>>,
+    /// Committed steps by model and version.
+    pub steps: BTreeMap<(ModelName, PolicyVersion), StepFacts>,
+    /// Hash of the weights that each model began with.
+    pub first_weights: BTreeMap<ModelName, Hash>,
+    /// Newest version served, by node and model.
+    pub served: BTreeMap<(NodeIx, ModelName), PolicyVersion>,
+    /// Newest version applied, by node and model.
+    pub applied: BTreeMap<(NodeIx, ModelName), PolicyVersion>,
+    /// Counts for people.
+    pub counts: Counts,
+}
+
+/// Totals of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Counts {
+    /// Steps committed, over all models.
+    pub steps: u64,
+    /// Terms in which some node led, over all models.
+    pub terms: u64,
+    /// Episodes that clients were given.
+    pub episodes: u64,
+    /// Rollouts acknowledged.
+    pub acknowledged: u64,
+    /// Rollouts consumed.
+    pub consumed: u64,
+    /// Processes that died.
+    pub crashes: u64,
+    /// Faults begun.
+    pub faults: u64,
+}
+
+impl Oracle {
+    /// The newest committed version of `model`.
+    #[must_use]
+    pub fn newest(&self, model: &ModelName) -> PolicyVersion {
+        let all = (model.clone(), PolicyVersion(0))..=(model.clone(), PolicyVersion(u64::MAX));
+        self.steps.range(all).next_back().map_or(PolicyVersion(0), |((_, v), _)| *v)
+    }
+    /// Hash of the weights of a version.
+    #[must_use]
+    pub fn weights(&self, model: &ModelName, version: PolicyVersion) -> Option<Hash> {
+        if version == PolicyVersion(0) {
+            return self.first_weights.get(model).copied();
+        }
+        self.steps.get(&(model.clone(), version)).map(|s| s.weights)
+    }
+
+    /// Takes an event in. Called before the checkers look at it.
+    pub fn on_event(&mut self, at: Duration, event: &Event) {
+        match event {
+            Event::Started { node } => {
+                self.up.insert(*node);
+            }
+            Event::Crashed { node, power_loss, disk_lost } => {
+                self.counts.crashes += 1;
+                self.up.remove(node);
+                self.served.retain(|(n, _), _| n != node);
+                if *power_loss || *disk_lost {
+                    for id in self.unsynced.remove(node).unwrap_or_default() {
+                        self.rollouts.entry(id).or_default().written.remove(node);
+                    }
+                }
+                if *disk_lost {
+                    self.applied.retain(|(n, _), _| n != node);
+                    for facts in self.rollouts.values_mut() {
+                        if facts.durable.remove(node) {
+                            facts.destroyed += 1;
+                        }
+                    }
+                }
+            }
+            Event::Fault { begins: true, .. } => self.counts.faults += 1,
+            Event::Applied { node, model, version, term, weights, consumed, .. } => {
+                self.applied.insert((*node, model.clone()), *version);
+                for id in consumed {
+                    let facts = self.rollouts.entry(*id).or_default();
+                    if facts.consumed_by.is_none() {
+                        facts.consumed_by = Some(*version);
+                        self.counts.consumed += 1;
+                    }
+                }
+                let counts = &mut self.counts;
+                self.steps.entry((model.clone(), *version)).or_insert_with(|| {
+                    counts.steps += 1;
+                    StepFacts { term: *term, weights: *weights, consumed: consumed.clone() }
+                });
+            }
+            Event::Stored { node, rollout } => {
+                self.rollouts.entry(*rollout).or_default().written.insert(*node);
+                self.unsynced.entry(*node).or_default().push(*rollout);
+            }
+            Event::Synced { node } => {
+                for id in self.unsynced.remove(node).unwrap_or_default() {
+                    let facts = self.rollouts.entry(id).or_default();
+                    if facts.written.remove(node) {
+                        facts.durable.insert(*node);
+                    }
+                }
+            }
+            Event::Deleted { node, rollout } => {
+                let facts = self.rollouts.entry(*rollout).or_default();
+                facts.written.remove(node);
+                facts.durable.remove(node);
+            }
+            Event::Granted { .. } => self.counts.episodes += 1,
+            Event::Sealed { rollout, model, oldest, forged, .. } => {
+                let facts = self.rollouts.entry(*rollout).or_default();
+                facts.oldest = Some(*oldest);
+                facts.model = Some(model.clone());
+                facts.forged = *forged;
+            }
+            Event::Acknowledged { rollout, .. } => {
+                self.counts.acknowledged += 1;
+                self.rollouts.entry(*rollout).or_default().acknowledged = Some(at);
+            }
+            Event::Served { node, model, version, .. } => {
+                self.served.insert((*node, model.clone()), *version);
+            }
+            Event::Fault { .. }
+            | Event::Healed
+            | Event::Leads { .. }
+            | Event::MarkedConsumed { .. }
+            | Event::Released { .. }
+            | Event::Gauge { .. }
+            | Event::Waits { .. } => {}
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Faults at work: which nodes they mean, what they cut, and how they end.
+
+use super::node::{Around, SimNode};
+use crate::event::NodeIx;
+use crate::scenario::select::RoleSet;
+use crate::scenario::{Select, Session};
+use rand::RngExt;
+use rand_chacha::ChaCha8Rng;
+use starling_core::memory_network::MemoryNetwork;
+use starling_protocol::ModelName;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Cut links. Faults overlap: a link is whole again when the last fault that cuts it is over.
+#[derive(Debug, Default)]
+pub(crate) struct Cuts(BTreeMap<(NodeIx, NodeIx), u32>);
+
+/// The links that one fault cuts, each in one direction.
+pub(crate) type CutSet = BTreeSet<(NodeIx, NodeIx)>;
+
+impl Cuts {
+    pub(crate) fn cut(&mut self, set: &CutSet, nodes: &[SimNode], network: &Arc<MemoryNetwork>) {
+        for &(from, to) in set {
+            let count = self.0.entry((from, to)).or_default();
+            *count += 1;
+            if *count == 1 {
+                network.cut_one_way(nodes[from.0 as usize].id, nodes[to.0 as usize].id);
+            }
+        }
+    }
+    pub(crate) fn heal(&mut self, set: &CutSet, nodes: &[SimNode], network: &Arc<MemoryNetwork>) {
+        for &(from, to) in set {
+            let Some(count) = self.0.get_mut(&(from, to)) else { continue };
+            *count -= 1;
+            if *count == 0 {
+                self.0.remove(&(from, to));
+                network.heal_one_way(nodes[from.0 as usize].id, nodes[to.0 as usize].id);
+            }
+        }
+    }
+    pub(crate) fn heal_all(&mut self, network: &MemoryNetwork) {
+        self.0.clear();
+        network.heal_all();
+    }
+}
+
+/// Both directions of every link between different sides.
+pub(crate) fn between(sides: &[Vec<NodeIx>]) -> CutSet {
+    let mut set = CutSet::new();
+    for (i, a) in sides.iter().enumerate() {
+        for b in &sides[i + 1..] {
+            for &x in a {
+                for &y in b.iter().filter(|y| **y != x) {
+                    set.insert((x, y));
+                    set.insert((y, x));
+                }
+            }
+        }
+    }
+    set
+}
+
+/// Every link from one of these to one of those.
+pub(crate) fn one_way(from: &[NodeIx], to: &[NodeIx]) -> CutSet {
+    from.iter().flat_map(|a| to.iter().filter(move |b| *b != a).map(move |b| (*a, *b))).collect()
+}
+
+/// Both directions of every link that ends at one of these, those among them included.
+pub(crate) fn isolated(nodes: &[NodeIx], count: usize) -> CutSet {
+    let mut set = CutSet::new();
+    for &node in nodes {
+        for i in 0..count {
+            let other = NodeIx(u32::try_from(i).unwrap_or(u32::MAX));
+            if other != node {
+                set.insert((node, other));
+                set.insert((other, node));
+            }
+        }
+    }
+    set
+}
+
+/// Nodes dealt into `count` islands of about equal size.
+pub(crate) fn islands(count: u32, nodes: usize, rng: &mut ChaCha8Rng) -> Vec<Vec<NodeIx>> {
+    let mut order: Vec<u32> = (0..u32::try_from(nodes).unwrap_or(u32::MAX)).collect();
+    shuffle(&mut order, rng);
+    let mut islands = vec![Vec::new(); count as usize];
+    for (i, node) in order.into_iter().enumerate() {
+        islands[i % count as usize].push(NodeIx(node));
+    }
+    islands
+}
+
+fn shuffle<T>(list: &mut [T], rng: &mut ChaCha8Rng) {
+    for i in (1..list.len()).rev() {
+        list.swap(i, rng.random_range(0..=i));
+    }
+}
+
+/// Who leads `model`, as the leader itself says.
+pub(crate) fn leader(nodes: &[SimNode], model: &ModelName) -> Option<NodeIx> {
+    let leads = |n: &&SimNode| {
+        let view = n.core().and_then(|c| c.groups().leadership(model));
+        view.is_some_and(|v| v.get().is_self)
+    };
+    nodes.iter().find(leads).map(|n| n.ix)
+}
+
+/// The nodes that `selects` mean now. `taken` are those that other sides have already: `*` means the rest.
+pub(crate) fn resolve(
+    selects: &[Select],
+    taken: &BTreeSet<NodeIx>,
+    nodes: &[SimNode],
+    model: &ModelName,
+    rng: &mut ChaCha8Rng,
+) -> Vec<NodeIx> {
+    let mut chosen = BTreeSet::new();
+    for select in selects {
+        let of = |want: &dyn Fn(&SimNode) -> bool| nodes.iter().filter(|n| want(n)).map(|n| n.ix).collect::<Vec<_>>();
+        let found = match select {
+            Select::All => of(&|_| true),
+            Select::Role(set) => of(&|n| is_of(n, *set)),
+            Select::Node(name) => of(&|n| n.name == *name),
+            Select::Prefix(prefix) => of(&|n| n.name.starts_with(prefix.as_str())),
+            // Without a leader any server will do: the fault must hit something that matters.
+            Select::Leader => match leader(nodes, model) {
+                Some(l) => vec![l],
+                None => one_of(&of(&|n| n.is_up() && n.group.role.serves()), rng),
+            },
+            Select::Followers => {
+                let l = leader(nodes, model);
+                of(&|n| n.group.role.serves() && Some(n.ix) != l)
+            }
+            Select::Random(set) => one_of(&of(&|n| n.is_up() && is_of(n, *set) && !taken.contains(&n.ix)), rng),
+        };
+        chosen.extend(found.into_iter().filter(|n| !taken.contains(n)));
+    }
+    chosen.into_iter().collect()
+}
+
+fn one_of(list: &[NodeIx], rng: &mut ChaCha8Rng) -> Vec<NodeIx> {
+    if list.is_empty() { Vec::new() } else { vec![list[rng.random_range(0..list.len())]] }
+}
+
+fn is_of(node: &SimNode, set: RoleSet) -> bool {
+    let role = node.group.role;
+    match set {
+        RoleSet::Servers => role.serves(),
+        RoleSet::Clients => role.runs_agents(),
+        RoleSet::Witnesses => role == crate::scenario::SimRole::Witness,
+        RoleSet::Nodes => true,
+    }
+}
+
+/// The sides of a split, each with what the ones before it left.
+pub(crate) fn sides(
+    selects: &[Vec<Select>],
+    except: Option<NodeIx>,
+    nodes: &[SimNode],
+    model: &ModelName,
+    rng: &mut ChaCha8Rng,
+) -> Vec<Vec<NodeIx>> {
+    let mut taken: BTreeSet<NodeIx> = except.into_iter().collect();
+    // `*` is the rest whatever its place: named sides first.
+    let mut order: Vec<usize> = (0..selects.len()).collect();
+    order.sort_by_key(|i| selects[*i].contains(&Select::All));
+    let mut sides = vec![Vec::new(); selects.len()];
+    for i in order {
+        sides[i] = resolve(&selects[i], &taken, nodes, model, rng);
+        taken.extend(sides[i].iter().copied());
+    }
+    sides
+}
+
+/// A share of `nodes`, rounded up, drawn from the seed.
+pub(crate) fn share_of(mut nodes: Vec<NodeIx>, share: f64, rng: &mut ChaCha8Rng) -> Vec<NodeIx> {
+    shuffle(&mut nodes, rng);
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss, reason = "a node count")]
+    let keep = (nodes.len() as f64 * share).ceil() as usize;
+    nodes.truncate(keep);
+    nodes.sort_unstable();
+    nodes
+}
+
+/// Length of one session with the given mean.
+pub(crate) fn session(kind: Session, mean: Duration, rng: &mut ChaCha8Rng) -> Duration {
+    let u: f64 = rng.random_range(1e-9..1.0);
+    let relative = match kind {
+        Session::Exponential => -u.ln(),
+        // Shape 0.5: the mean is scale · Γ(1 + 1/0.5) = 2 · scale.
+        Session::Weibull => u.ln().powi(2) / 2.0,
+        // Shape 1.5: the mean is 3 · scale. Cut at 100 means, where one in 5000 sessions would end.
+        Session::Pareto => (u.powf(-1.0 / 1.5) / 3.0).min(100.0),
+    };
+    mean.mul_f64(relative.max(1e-3))
+}
+
+/// Crashes every node of `who` that runs.
+pub(crate) fn crash_all(nodes: &mut [SimNode], who: &[NodeIx], around: &Around<'_>, power_loss: bool, disk_lost: bool) {
+    for ix in who {
+        nodes[ix.0 as usize].crash(around, power_loss, disk_lost);
+    }
+}

@@ -1,0 +1,186 @@
+//! One node of a run: its disk and clock, which outlive it, and its process.
+
+use super::agent;
+use super::clock::SimClock;
+use super::compute::{SimCompute, Slowness};
+use super::disk::SimDisk;
+use super::key::SimKey;
+use super::recorder::Recorder;
+use super::watcher;
+use crate::event::{Event, NodeIx};
+use crate::scenario::{Device, Job, NodeGroup};
+use starling_core::consensus::GroupConfig;
+use starling_core::membership::MembershipConfig;
+use starling_core::memory_network::MemoryNetwork;
+use starling_core::runtime::NodeScope;
+use starling_core::{CoreConfig, Dispatch, NodeCore};
+use starling_protocol::NodeId;
+use starling_protocol::record::{NodeRecord, Role};
+use starling_storage::SharedStore;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+/// A node of a run.
+pub(crate) struct SimNode {
+    pub(crate) ix: NodeIx,
+    pub(crate) name: String,
+    pub(crate) id: NodeId,
+    pub(crate) group: NodeGroup,
+    pub(crate) clock: SimClock,
+    pub(crate) disk: Arc<SimDisk>,
+    pub(crate) slowness: Slowness,
+    /// How much longer every use of its disk takes.
+    pub(crate) disk_delay: Duration,
+    device: Device,
+    runs: u64,
+    running: Option<Running>,
+}
+
+struct Running {
+    scope: NodeScope,
+    core: Arc<NodeCore>,
+}
+
+/// What a process needs from the run.
+pub(crate) struct Around<'a> {
+    pub(crate) seed: u64,
+    pub(crate) network: &'a Arc<MemoryNetwork>,
+    pub(crate) recorder: &'a Recorder,
+    pub(crate) job: &'a Arc<Job>,
+    /// Nodes to announce itself to.
+    pub(crate) seeds: Vec<NodeId>,
+}
+
+impl SimNode {
+    pub(crate) fn new(
+        ix: NodeIx,
+        name: String,
+        group: NodeGroup,
+        device: Device,
+        start: Instant,
+        recorder: &Recorder,
+    ) -> Self {
+        let id = SimKey::named(&name).0;
+        let disk = Arc::new(SimDisk::new(ix, recorder.clone()));
+        Self {
+            ix,
+            name,
+            id,
+            group,
+            clock: SimClock::new(start),
+            disk,
+            slowness: Slowness::none(),
+            disk_delay: Duration::ZERO,
+            device,
+            runs: 0,
+            running: None,
+        }
+    }
+
+    /// Its logic, while it runs.
+    pub(crate) fn core(&self) -> Option<&Arc<NodeCore>> {
+        self.running.as_ref().map(|r| &r.core)
+    }
+    pub(crate) fn is_up(&self) -> bool {
+        self.running.is_some()
+    }
+
+    /// Slows every use of the disk down, in this run and the next ones.
+    pub(crate) fn set_disk_delay(&mut self, delay: Duration) {
+        self.disk_delay = delay;
+        if let Some(r) = &self.running {
+            r.scope.delay_blocking(delay);
+        }
+    }
+
+    /// Starts the process; it finds on its disk what the last one left.
+    pub(crate) async fn start(&mut self, around: &Around<'_>) -> Result<(), String> {
+        if self.running.is_some() {
+            return Ok(());
+        }
+        self.runs += 1;
+        let seed = mix(around.seed, u64::from(self.ix.0), self.runs);
+        let scope = NodeScope::new(seed);
+        scope.delay_blocking(self.disk_delay);
+        let key = SimKey(self.id);
+        let store: SharedStore = self.disk.clone();
+        let transport = around.network.transport(self.id);
+        let config = self.config(around, seed);
+        let shutdown = CancellationToken::new();
+        let slots = if self.group.role.runs_agents() { self.group.slots } else { 0 };
+        let (recorder, job, ix) = (around.recorder.clone(), around.job.clone(), self.ix);
+        recorder.record(Event::Started { node: ix });
+        let started = scope.run(async {
+            let core =
+                NodeCore::start(config, transport.shared(), store, Arc::new(key), Arc::new(key), shutdown).await?;
+            around.network.attach(self.id, Arc::new(Dispatch(core.clone())));
+            core.set_agent_slots(slots);
+            if self.group.role.serves() || core.has(Role::Witness) {
+                watcher::start(&core, ix, &recorder);
+            }
+            if slots > 0 {
+                agent::start(&core, ix, slots as usize, job, &recorder);
+            }
+            Ok::<_, starling_core::consensus::GroupError>(core)
+        });
+        let core = Box::pin(started).await.map_err(|e| format!("{} does not start: {e}", self.name))?;
+        self.running = Some(Running { scope, core });
+        Ok(())
+    }
+
+    fn config(&self, around: &Around<'_>, seed: u64) -> CoreConfig {
+        let roles = self.group.role.roles();
+        let compute = SimCompute {
+            node: self.ix,
+            device: self.device.clone(),
+            slowness: self.slowness.clone(),
+            recorder: around.recorder.clone(),
+        };
+        CoreConfig {
+            record: NodeRecord {
+                node: self.id,
+                sequence: 0,
+                roles: roles.clone(),
+                version: env!("CARGO_PKG_VERSION").into(),
+                addresses: Vec::new(),
+                device: self.group.device.clone().unwrap_or_else(|| "default".into()),
+                memory_bytes: self.device.memory_gib << 30,
+                cores: 1,
+                models: Vec::new(),
+                storage_free_bytes: 1 << 40,
+                agent_slots: 0,
+            },
+            membership: MembershipConfig { seeds: around.seeds.clone(), ..MembershipConfig::default() },
+            groups: GroupConfig { witness: !roles.contains(&Role::Server), ..GroupConfig::default() },
+            compute: Arc::new(compute),
+            roles,
+            seed,
+            clock: self.clock.shared(),
+        }
+    }
+
+    /// The process dies where it stands; with `power_loss` the machine too.
+    pub(crate) fn crash(&mut self, around: &Around<'_>, power_loss: bool, disk_lost: bool) {
+        let Some(running) = self.running.take() else { return };
+        around.network.detach(self.id);
+        running.scope.crash();
+        drop(running.core);
+        if power_loss {
+            self.disk.lose_power();
+        }
+        around.recorder.record(Event::Crashed { node: self.ix, power_loss, disk_lost });
+        if disk_lost {
+            self.disk = Arc::new(SimDisk::new(self.ix, around.recorder.clone()));
+        }
+    }
+}
+
+/// A seed of its own for run `run` of node `node` (SplitMix64's finalizer over both).
+fn mix(seed: u64, node: u64, run: u64) -> u64 {
+    let mut z = seed ^ node.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ run.wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
