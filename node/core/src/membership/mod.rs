@@ -27,8 +27,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::runtime::spawn;
-use crate::watch::{self, lock};
 use crate::transport::{InboundError, SharedTransport, Verdict};
+use crate::watch::{self, lock};
 use driver::{Driver, Input};
 use identity::Identity;
 use records::Table;
