@@ -10,7 +10,7 @@ pub mod consensus;
 pub mod hosting;
 pub mod leader;
 pub mod membership;
-pub mod memory_transport;
+pub mod memory_network;
 pub mod models;
 pub mod node;
 pub mod rollouts;

@@ -59,6 +59,10 @@ impl NodeScope {
     pub async fn run<F: Future>(&self, future: F) -> F::Output {
         SCOPE.scope(self.clone(), future).await
     }
+    /// Runs `work` inside the scope, at once.
+    pub fn enter<T>(&self, work: impl FnOnce() -> T) -> T {
+        SCOPE.sync_scope(self.clone(), work)
+    }
     /// Spawns `future` inside the scope. After [`NodeScope::crash`] it never runs.
     pub fn spawn<F>(&self, future: F) -> JoinHandle<F::Output>
     where

@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use starling_core::consensus::{GroupConfig, Groups, LeaderView, ProposeError};
 use starling_core::membership::{Membership, MembershipConfig};
-use starling_core::memory_transport::{MemoryConfig, MemoryNetwork};
+use starling_core::memory_network::{MemoryConfig, MemoryNetwork};
 use starling_core::runtime::NodeScope;
 use starling_core::transport::{FrameStream, Inbound, InboundError, Verdict};
 use starling_protocol::codec::{decode, encode};
@@ -535,7 +535,7 @@ async fn leadership_moves_when_asked() {
 async fn chaos(seed: u64) -> Vec<String> {
     use rand::{RngExt, SeedableRng};
     let mut world = World::with_group(seed, 5).await;
-    world.network.configure(|c| c.loss = 0.01);
+    world.network.configure(|c| c.link.loss = 0.01);
     let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
     let trace = Arc::new(Mutex::new(Vec::new()));
     let mut per_term = BTreeMap::<Term, NodeId>::new();
@@ -594,7 +594,7 @@ async fn chaos(seed: u64) -> Vec<String> {
             }
         }
     }
-    world.network.configure(|c| c.loss = 0.0);
+    world.network.configure(|c| c.link.loss = 0.0);
     world.network.heal_all();
     let (leader, _) = world.leader().await;
     world.groups(leader).linearizable_barrier(&model()).await.unwrap();

@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use starling_core::membership::{MemberEvent, Membership, MembershipConfig};
-use starling_core::memory_transport::{MemoryConfig, MemoryNetwork};
+use starling_core::memory_network::{MemoryConfig, MemoryNetwork};
 use starling_core::runtime::NodeScope;
 use starling_core::transport::{CallError, FrameStream, Inbound, InboundError, Verdict};
 use starling_protocol::codec::decode;
@@ -214,8 +214,8 @@ async fn nobody_is_suspected_wrongly_on_a_lossy_network() {
     let world = World::star(4, 8).await;
     world.all_know_all(Duration::from_secs(10)).await;
     world.network.configure(|c| {
-        c.loss = 0.02;
-        c.latency = Duration::from_millis(1)..=Duration::from_millis(40);
+        c.link.loss = 0.02;
+        c.link.latency = Duration::from_millis(1)..=Duration::from_millis(40);
     });
     let mut events: Vec<_> = world.nodes.values().map(|(_, m, _)| m.events()).collect();
     sleep(Duration::from_secs(300)).await;
@@ -274,7 +274,7 @@ async fn records_are_judged() {
 async fn the_same_seed_gives_the_same_traffic() {
     async fn run(seed: u64) -> (u64, Vec<Duration>) {
         let mut world = World::star(seed, 6).await;
-        world.network.configure(|c| c.loss = 0.02);
+        world.network.configure(|c| c.link.loss = 0.02);
         let mut took = vec![world.all_know_all(Duration::from_secs(20)).await];
         world.crash(id(4));
         took.push(

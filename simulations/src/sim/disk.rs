@@ -63,11 +63,6 @@ impl SimDisk {
             let _always_fits = self.inner.write(batch, Durability::Synced);
         }
     }
-    /// The store below, without events: for the audit.
-    pub(crate) fn raw(&self) -> &MemoryStore {
-        &self.inner
-    }
-
     fn tell(&self, ops: &[Op]) {
         // Steps first: their batch marks what they consumed, and a checker wants the reason before the mark.
         for op in ops {

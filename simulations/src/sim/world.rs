@@ -14,7 +14,7 @@ use rand_chacha::ChaCha8Rng;
 use starling_core::memory_network::{LinkProfile, MemoryConfig, MemoryNetwork, NodeCounters};
 use starling_core::runtime::NodeScope;
 use starling_protocol::{ModelName, NodeId, PolicyVersion};
-use starling_storage::{AuditReport, Store};
+use starling_storage::{AuditReport, SharedStore};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -509,8 +509,8 @@ impl World {
         for operator in &self.operators {
             operator.crash();
         }
-        let stores: Vec<&dyn Store> = self.nodes.iter().map(|n| n.disk.raw() as &dyn Store).collect();
-        let audit = starling_storage::audit(&stores).ok();
+        let stores: Vec<SharedStore> = self.nodes.iter().map(|n| n.disk.clone() as SharedStore).collect();
+        let audit = starling_storage::audit(&stores, []).ok();
         let names = self.nodes.iter().map(|n| n.name.clone()).collect();
         Ended { recorded, names, traffic, audit, virtual_time, healed_in }
     }
