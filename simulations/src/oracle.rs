@@ -56,6 +56,8 @@ pub struct Oracle {
     pub served: BTreeMap<(NodeIx, ModelName), PolicyVersion>,
     /// Newest version applied, by node and model.
     pub applied: BTreeMap<(NodeIx, ModelName), PolicyVersion>,
+    /// Terms in which some node led.
+    led: BTreeSet<(ModelName, Term)>,
     /// Counts for people.
     pub counts: Counts,
 }
@@ -165,6 +167,11 @@ impl Oracle {
             }
             Event::Served { node, model, version, .. } => {
                 self.served.insert((*node, model.clone()), *version);
+            }
+            Event::Leads { model, term, is_self: true, .. } => {
+                if self.led.insert((model.clone(), *term)) {
+                    self.counts.terms += 1;
+                }
             }
             Event::Fault { .. }
             | Event::Healed

@@ -39,6 +39,12 @@ impl Cuts {
             }
         }
     }
+    /// What is cut now stays cut for a node that has got another identity.
+    pub(crate) fn follow(&self, node: NodeIx, nodes: &[SimNode], network: &Arc<MemoryNetwork>) {
+        for &(from, to) in self.0.keys().filter(|(from, to)| *from == node || *to == node) {
+            network.cut_one_way(nodes[from.0 as usize].id, nodes[to.0 as usize].id);
+        }
+    }
     pub(crate) fn heal_all(&mut self, network: &MemoryNetwork) {
         self.0.clear();
         network.heal_all();

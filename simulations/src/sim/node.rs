@@ -34,6 +34,8 @@ pub(crate) struct SimNode {
     /// How much longer every use of its disk takes.
     pub(crate) disk_delay: Duration,
     device: Device,
+    /// Identities so far: a node's key lies on its disk and is lost with it.
+    lives: u32,
     runs: u64,
     running: Option<Running>,
 }
@@ -74,6 +76,7 @@ impl SimNode {
             slowness: Slowness::none(),
             disk_delay: Duration::ZERO,
             device,
+            lives: 1,
             runs: 0,
             running: None,
         }
@@ -173,6 +176,9 @@ impl SimNode {
         around.recorder.record(Event::Crashed { node: self.ix, power_loss, disk_lost });
         if disk_lost {
             self.disk = Arc::new(SimDisk::new(self.ix, around.recorder.clone()));
+            self.lives += 1;
+            self.id = SimKey::named(&format!("{}#{}", self.name, self.lives)).0;
+            around.recorder.rename(self.ix, self.id);
         }
     }
 }

@@ -41,7 +41,7 @@ struct State {
 #[derive(Clone)]
 pub(crate) struct Recorder {
     start: Instant,
-    ids: Arc<BTreeMap<NodeId, NodeIx>>,
+    ids: Arc<Mutex<BTreeMap<NodeId, NodeIx>>>,
     state: Arc<Mutex<State>>,
     /// Rings at the first violation.
     pub(crate) alarm: Arc<Notify>,
@@ -81,7 +81,7 @@ impl Recorder {
             violations: Vec::new(),
             kept: keep.then(Vec::new),
         };
-        Self { start, ids: Arc::new(ids), state: Arc::new(Mutex::new(state)), alarm: Arc::default() }
+        Self { start, ids: Arc::new(Mutex::new(ids)), state: Arc::new(Mutex::new(state)), alarm: Arc::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -94,7 +94,11 @@ impl Recorder {
     }
     /// The run's number of a node.
     pub(crate) fn index(&self, node: NodeId) -> Option<NodeIx> {
-        self.ids.get(&node).copied()
+        self.ids.lock().unwrap_or_else(PoisonError::into_inner).get(&node).copied()
+    }
+    /// A node goes by this identity from now on; events about its earlier ones stay its own.
+    pub(crate) fn rename(&self, node: NodeIx, id: NodeId) {
+        self.ids.lock().unwrap_or_else(PoisonError::into_inner).insert(id, node);
     }
     /// The run's numbers of nodes.
     pub(crate) fn indices(&self, nodes: &[NodeId]) -> Vec<NodeIx> {

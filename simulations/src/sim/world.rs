@@ -167,6 +167,11 @@ impl World {
         let (network, recorder, job) = (self.network.clone(), self.recorder.clone(), self.job.clone());
         let around = Around { seed: self.seed, network: &network, recorder: &recorder, job: &job, seeds: Vec::new() };
         faults::crash_all(&mut self.nodes, who, &around, power_loss, disk_lost);
+        if disk_lost {
+            for node in who {
+                self.cuts.follow(*node, &self.nodes, &self.network);
+            }
+        }
     }
 
     /// Sleeps, or returns at the first violation.
