@@ -127,9 +127,7 @@ async fn a_stalled_server_that_speaks_first_goes_on_with_its_receipt() {
     assert_eq!((counts.hedges, counts.hedges_won), (1, 0));
     assert_eq!((answer.ids(), answer.unreceipted(20)), (unbroken(11, 20), 0));
     world.set_silent(2, false);
-    world
-        .eventually("the hedge is cancelled", |w| w.nodes[&2].control.cancelled.load(Ordering::Relaxed) == 1)
-        .await;
+    world.eventually("the hedge is cancelled", |w| w.nodes[&2].control.cancelled.load(Ordering::Relaxed) == 1).await;
 }
 
 #[tokio::test(start_paused = true)]

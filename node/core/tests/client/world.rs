@@ -14,9 +14,7 @@ use starling_protocol::rollout::{FinishReason, Rollout, TurnReceipt, verify_roll
 use starling_protocol::signed::{Signer, Verifier};
 use starling_protocol::timeline::{CanonicalMessage, Completion, TimelineTree, TurnInfo};
 use starling_protocol::wire::{Generate, TokenFrame};
-use starling_protocol::{
-    EpisodeId, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, TaskRef, Term, Timestamp,
-};
+use starling_protocol::{EpisodeId, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, TaskRef, Term, Timestamp};
 use starling_storage::MemoryStore;
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -74,7 +72,8 @@ pub(crate) struct World {
 impl World {
     /// All nodes run, the model is served by the three servers, and the client knows it.
     pub(crate) async fn start() -> Self {
-        let network = MemoryNetwork::new(1, MemoryConfig { idle_timeout: Duration::from_secs(10), ..MemoryConfig::default() });
+        let network =
+            MemoryNetwork::new(1, MemoryConfig { idle_timeout: Duration::from_secs(10), ..MemoryConfig::default() });
         let started = Instant::now();
         let mut nodes = BTreeMap::new();
         for (run, n) in SERVERS.into_iter().chain([CLIENT]).enumerate() {
@@ -83,7 +82,9 @@ impl World {
         let client = Client::new(nodes[&CLIENT].core.clone(), ClientConfig::default());
         let world = Self { network, nodes, client, started, runs: 10 };
         world.connect();
-        world.eventually("all know each other", |w| w.nodes.values().all(|n| n.core.membership().live().len() == 4)).await;
+        world
+            .eventually("all know each other", |w| w.nodes.values().all(|n| n.core.membership().live().len() == 4))
+            .await;
         let creator = &world.nodes[&1];
         let files = BTreeMap::from([("config.json".to_owned(), b"{}".to_vec())]);
         creator.scope.run(creator.core.create_model(&model(), b"weights".to_vec(), files)).await.unwrap();
