@@ -32,6 +32,36 @@ pub enum Purpose {
     },
 }
 
+/// A lease as its holder renews it, with what a leader that did not give it needs to take it over.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldLease {
+    /// The run.
+    pub episode: EpisodeId,
+    /// Its job.
+    pub job: JobId,
+    /// Its group; the default id for evaluation.
+    pub group: GroupId,
+    /// Which run of its place, from 0.
+    pub attempt: u32,
+    /// What is being done.
+    pub task: TaskRef,
+    /// Training or evaluation.
+    pub purpose: Purpose,
+}
+
+impl From<&Assignment> for HeldLease {
+    fn from(a: &Assignment) -> Self {
+        Self {
+            episode: a.episode,
+            job: a.job,
+            group: a.group,
+            attempt: a.attempt,
+            task: a.task.clone(),
+            purpose: a.purpose,
+        }
+    }
+}
+
 /// One leased episode. The lease is held by the node that claimed it until `lease_expires`, renewed by every claim.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Assignment {

@@ -9,8 +9,10 @@
 //! job's `staleness_max`. So a rollout is at most η versions old when it trains, unless its episode was slow;
 //! groups that grew too old are dropped whole and reported.
 
+mod adoption;
+
 use crate::advantage::group_advantages;
-use crate::assignment::{Assignment, EvalPhase, Purpose};
+use crate::assignment::{Assignment, EvalPhase, HeldLease, Purpose};
 use crate::control::{EvalScore, EvaluationCompleted, JobState};
 use crate::ids::{EpisodeId, GroupId, NodeId, PolicyVersion, RolloutId, TaskRef, Term};
 use crate::job::{CollectionRule, Sampling};
@@ -20,6 +22,8 @@ use crate::time::Timestamp;
 use crate::wire::WaitReason;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
+
+use adoption::Adoption;
 
 /// Most episodes in one answer to a claim.
 pub const CLAIM_MAX: usize = 256;
@@ -119,6 +123,8 @@ pub struct LedgerCounts {
     pub invalid: u64,
     /// Episodes aborted by their holder.
     pub aborted: u64,
+    /// Leases of a former leader that were taken over.
+    pub adopted: u64,
     /// Leases that ran out.
     pub expired: u64,
     /// Rollouts dropped with a group that grew too old.
@@ -180,6 +186,7 @@ pub struct Ledger {
     training: Vec<GroupId>,
     consumed: BTreeSet<RolloutId>,
     evaluation: Option<Evaluation>,
+    adoption: Adoption,
     counts: LedgerCounts,
 }
 
@@ -201,6 +208,7 @@ impl Ledger {
             .collect();
         let mut groups_opened = job.groups_opened.clone();
         groups_opened.resize(tasks.len(), 0);
+        let adoption = Adoption::new(groups_opened.clone());
         let mut ledger = Self {
             job,
             term,
@@ -216,6 +224,7 @@ impl Ledger {
             training: Vec::new(),
             consumed: BTreeSet::new(),
             evaluation: None,
+            adoption,
             counts: LedgerCounts::default(),
         };
         ledger.plan_evaluation();
@@ -325,7 +334,8 @@ impl Ledger {
         self.evaluation = Some(Evaluation { phase, slots });
     }
 
-    /// Renews the caller's leases and gives it up to `want` more episodes.
+    /// Renews the caller's leases, takes over those that a former leader gave it, and gives it up to `want` more
+    /// episodes.
     ///
     /// Returns the assignments, those of `running` that are no longer leased to `holder`, and why there are
     /// fewer assignments than wanted.
@@ -334,21 +344,28 @@ impl Ledger {
         now: Timestamp,
         holder: NodeId,
         want: usize,
-        running: &[EpisodeId],
+        running: &[HeldLease],
     ) -> (Vec<Assignment>, Vec<EpisodeId>, Option<WaitReason>) {
         self.handle_timeout(now);
         let expires = now + Duration::from_millis(self.job.spec.lease_ttl_ms);
         let mut revoked = Vec::new();
-        for id in running {
-            match self.leases.get_mut(id) {
-                Some(lease) if lease.holder == holder => lease.expires = expires,
-                _ => revoked.push(*id),
+        for held in running {
+            let goes_on = match self.leases.get_mut(&held.episode) {
+                Some(lease) if lease.holder == holder => {
+                    lease.expires = expires;
+                    true
+                }
+                Some(_) => false,
+                None => self.adopt(holder, expires, held),
+            };
+            if !goes_on {
+                revoked.push(held.episode);
             }
         }
         let mut given = Vec::new();
         let mut wait = None;
         while given.len() < want.min(CLAIM_MAX) {
-            match self.next_place() {
+            match self.next_place(now) {
                 Ok(place) => given.push(self.lease(now, holder, place)),
                 Err(reason) => {
                     wait = Some(reason);
@@ -359,7 +376,7 @@ impl Ledger {
         (given, revoked, wait)
     }
 
-    fn next_place(&mut self) -> Result<Place, WaitReason> {
+    fn next_place(&mut self, now: Timestamp) -> Result<Place, WaitReason> {
         if let Some(e) = &self.evaluation {
             if self.leases.len() >= EVAL_RUNNING_MAX {
                 return Err(WaitReason::EvaluationFull);
@@ -372,7 +389,10 @@ impl Ledger {
         }
         let size = self.group_size();
         // Groups that lack episodes come first, so that a crash delays its group and not the batch after it.
-        let lacking = self.groups.iter().find(|(_, g)| g.rollouts.len() + g.running.len() < size);
+        // What a former leader's groups lack may still run: its holder is heard first.
+        let keeps = self.adoption.keeps_places(now, Duration::from_millis(self.job.spec.lease_ttl_ms));
+        let lacks = |g: &OpenGroup| g.rollouts.len() + g.running.len() < size;
+        let lacking = self.groups.iter().find(|(id, g)| lacks(g) && !(keeps && self.is_adopted(id)));
         if let Some((id, _)) = lacking {
             return Ok(Place::Group(*id));
         }
@@ -502,6 +522,7 @@ impl Ledger {
 
     /// Ends leases that ran out.
     pub fn handle_timeout(&mut self, now: Timestamp) {
+        self.adoption.saw(now);
         let over: Vec<EpisodeId> = self.leases.iter().filter(|(_, l)| l.expires <= now).map(|(id, _)| *id).collect();
         for id in over {
             self.release(id);

@@ -466,8 +466,8 @@ mod tests {
         tree: TimelineTree,
         sampled: u32,
         rendered: usize,
-        /// Prompt and completion of every call, as the engine saw them.
-        calls: Vec<(Vec<u32>, Completion)>,
+        /// Prompt and completion of every call, and how many of its tokens come from servers that were lost.
+        calls: Vec<(Vec<u32>, Completion, usize)>,
     }
 
     impl World {
@@ -484,6 +484,19 @@ mod tests {
         }
 
         fn finish(&mut self, plan: &CallPlan, new: &[u32], answer: &Message, len: usize, draw: &mut Draw) {
+            self.finish_behind(0, plan, new, answer, len, draw);
+        }
+
+        /// The first `lost` tokens come from servers that were lost; when that is all, no server signs.
+        fn finish_behind(
+            &mut self,
+            lost: usize,
+            plan: &CallPlan,
+            new: &[u32],
+            answer: &Message,
+            len: usize,
+            draw: &mut Draw,
+        ) {
             let prompt: Vec<u32> = plan.history_tokens.iter().chain(new).copied().collect();
             let mut completion = Completion::default();
             for _ in 0..len {
@@ -492,20 +505,25 @@ mod tests {
                 completion.versions.push(PolicyVersion(1 + draw.next() % 3));
                 self.sampled += 1;
             }
+            let seen: Vec<u32> = prompt.iter().chain(&completion.tokens[..lost]).copied().collect();
             let body = receipt_body(
                 &assignment().model,
-                &prompt,
-                &completion.tokens,
-                &completion.logprobs,
-                &completion.versions,
+                &seen,
+                &completion.tokens[lost..],
+                &completion.logprobs[lost..],
+                &completion.versions[lost..],
             );
+            let receipt = TurnReceipt {
+                unreceipted_len: u32::try_from(lost).unwrap(),
+                receipt: Receipt { signature: Signature::new(&Notary, Domain::Receipt, &body) },
+            };
             let info = TurnInfo {
                 finish: FinishReason::Stop,
                 temperature: 1.0,
                 duration_ms: 1,
-                receipt: Receipt { signature: Signature::new(&Notary, Domain::Receipt, &body) },
+                receipt: (lost == 0 || lost < len).then_some(receipt),
             };
-            self.calls.push((prompt, completion.clone()));
+            self.calls.push((prompt, completion.clone(), lost));
             self.tree.end_call(plan, new, completion, answer, info);
         }
 
@@ -515,6 +533,12 @@ mod tests {
             plan
         }
 
+        fn rollout(&self) -> Rollout {
+            let mut rollout = Rollout::begin(&assignment(), Notary.node_id(), "test".into(), Timestamp(0));
+            (rollout.timelines, rollout.turns) = self.tree.timelines();
+            rollout
+        }
+
         /// Every property that a sealed episode must have.
         fn check(&self) {
             let (leaves, leaf_tokens) = (self.tree.leaves(), self.tree.leaf_tokens());
@@ -522,6 +546,10 @@ mod tests {
             assert_eq!(leaves, timelines.len());
             assert_eq!(leaf_tokens, timelines.iter().map(|t| t.tokens.len()).sum::<usize>());
             let mut trained = vec![0; self.sampled as usize];
+            let mut expected = vec![1; self.sampled as usize];
+            for (_, completion, lost) in &self.calls {
+                completion.tokens[..*lost].iter().for_each(|t| expected[(t - 1_000_000) as usize] = 0);
+            }
             for t in &timelines {
                 for (i, &token) in t.tokens.iter().enumerate() {
                     if t.loss_mask[i] {
@@ -531,20 +559,21 @@ mod tests {
                     }
                 }
             }
-            assert!(trained.iter().all(|n| *n == 1), "each sampled token trains once: {trained:?}");
+            assert_eq!(trained, expected, "each receipted token trains once, and no other");
             assert_eq!(turns.len(), self.calls.len());
-            for (turn, (prompt, completion)) in turns.iter().zip(&self.calls) {
+            for (turn, (prompt, completion, lost)) in turns.iter().zip(&self.calls) {
                 let t = &timelines[turn.timeline as usize];
                 let (from, to) = (turn.prompt_len as usize, (turn.prompt_len + turn.completion_len) as usize);
                 assert_eq!(&t.tokens[..from], prompt);
                 assert_eq!(&t.tokens[from..to], completion.tokens);
-                assert_eq!(&t.behaviour_logprobs[from..to], completion.logprobs);
-                assert_eq!(&t.policy_versions[from..to], completion.versions);
-                assert!(t.loss_mask[from..to].iter().all(|m| *m));
+                let signed = from + lost;
+                assert_eq!(turn.receipted(), signed..to);
+                assert_eq!(t.behaviour_logprobs[signed..to], completion.logprobs[*lost..]);
+                assert_eq!(t.policy_versions[signed..to], completion.versions[*lost..]);
+                assert!(t.loss_mask[from..signed].iter().all(|m| !*m));
+                assert!(t.loss_mask[signed..to].iter().all(|m| *m));
             }
-            let mut rollout = Rollout::begin(&assignment(), Notary.node_id(), "test".into(), Timestamp(0));
-            (rollout.timelines, rollout.turns) = (timelines, turns);
-            let sealed = rollout.seal(&Notary).unwrap();
+            let sealed = self.rollout().seal(&Notary).unwrap();
             verify_rollout(sealed.id, &sealed.bytes, &Notary).unwrap();
         }
     }
@@ -646,9 +675,42 @@ mod tests {
         world.check();
     }
 
-    /// Agents that go on, go back, edit, cut, retry, change tools and call in parallel, for 300 seeds.
     #[test]
-    fn any_episode_trains_each_sampled_token_once_and_verifies() {
+    fn a_rollout_that_trains_on_tokens_without_a_receipt_is_refused() {
+        let mut world = World::default();
+        let messages = [message("user", "q"), message("assistant", "a"), message("user", "r")];
+        let (plan, new) = world.plan(0, &messages[..1]);
+        world.finish_behind(2, &plan, &new, &messages[1], 5, &mut Draw(1));
+        let (plan, new) = world.plan(0, &messages);
+        // The server was lost behind the last token: nobody signs for any of them.
+        world.finish_behind(3, &plan, &new, &messages[1], 3, &mut Draw(2));
+        world.check();
+        let good = world.rollout();
+        assert_eq!(good.turns[1].receipt, None);
+        let (first, second) = (good.turns[0].prompt_len as usize, good.turns[1].prompt_len as usize);
+        // Two tokens of a lost server, the prompt, and an answer without any receipt.
+        for at in [first, first + 1, 0, second - 1, second, second + 2] {
+            let mut bad = good.clone();
+            bad.timelines[0].loss_mask[at] = true;
+            match bad.seal(&Notary) {
+                Err(RolloutError::Field { field, .. }) => assert_eq!(field, format!("timelines[0].loss_mask[{at}]")),
+                other => panic!("token {at}: {other:?}"),
+            }
+        }
+        // A receipt does not stretch over more tokens than its server signed for.
+        let mut bad = good.clone();
+        bad.turns[0].receipt.as_mut().unwrap().unreceipted_len = 0;
+        bad.timelines[0].loss_mask[first] = true;
+        let sealed = bad.seal(&Notary).unwrap();
+        let refused = verify_rollout(sealed.id, &sealed.bytes, &Notary);
+        assert!(matches!(refused, Err(RolloutError::BadReceipt { turn: 0, .. })), "{refused:?}");
+        bad.turns[0].receipt.as_mut().unwrap().unreceipted_len = 6;
+        assert!(bad.seal(&Notary).unwrap_err().to_string().contains("turns[0].receipt.unreceipted_len"));
+    }
+
+    /// Agents that go on, go back, edit, cut, retry, change tools, call in parallel and lose servers, for 300 seeds.
+    #[test]
+    fn any_episode_trains_each_receipted_token_once_and_verifies() {
         for seed in 0..300 {
             let mut draw = Draw(seed);
             let mut world = World::default();
@@ -678,7 +740,8 @@ mod tests {
                     let text = if draw.chance(20) { "same".into() } else { format!("a {step} {i}") };
                     let answer = message("assistant", text);
                     let len = draw.below(5);
-                    world.finish(&plan, &new, &answer, len, &mut draw);
+                    let lost = if draw.chance(30) { draw.below(len + 1) } else { 0 };
+                    world.finish_behind(lost, &plan, &new, &answer, len, &mut draw);
                     let mut longer = messages.clone();
                     longer.extend([answer, message("user", format!("q {step}"))]);
                     conversations.push(longer);

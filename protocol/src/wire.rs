@@ -3,7 +3,7 @@
 //! One request-response protocol carries [`Service`] calls, one stream protocol carries generation, and
 //! gossip carries [`Gossip`]. Bodies of rollouts and weights never travel by gossip.
 
-use crate::assignment::Assignment;
+use crate::assignment::{Assignment, HeldLease};
 use crate::control::ControlEntry;
 use crate::ids::{EpisodeId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term};
 use crate::manifest::Manifest;
@@ -181,8 +181,8 @@ pub enum LeaderCall {
         model: ModelName,
         /// How many more.
         want: u32,
-        /// Leases to renew.
-        running: Vec<EpisodeId>,
+        /// Leases to renew; a leader that did not give them takes them over where it can.
+        running: Vec<HeldLease>,
     },
     /// These episodes will not end here.
     Abort {

@@ -1,6 +1,6 @@
 //! The leader's ledger, one claim a test.
 
-use starling_protocol::assignment::{Assignment, EvalPhase, Purpose};
+use starling_protocol::assignment::{Assignment, EvalPhase, HeldLease, Purpose};
 use starling_protocol::control::JobState;
 use starling_protocol::job::{CollectionRule, EvaluateSpec, JobSpec, Sampling, TaskSetSpec, TrainerSpec};
 use starling_protocol::ledger::{Admission, Ledger, LoadedTasks, Surplus};
@@ -8,7 +8,7 @@ use starling_protocol::manifest::Manifest;
 use starling_protocol::rollout::{Rollout, Timeline, VerifiedRollout};
 use starling_protocol::task::Task;
 use starling_protocol::wire::WaitReason;
-use starling_protocol::{Hash, JobId, ModelName, NodeId, PolicyVersion, Term, Timestamp};
+use starling_protocol::{EpisodeId, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, Term, Timestamp};
 
 const ALICE: NodeId = NodeId([1; 32]);
 const BOB: NodeId = NodeId([2; 32]);
@@ -60,6 +60,18 @@ fn claim(l: &mut Ledger, who: NodeId, want: usize) -> Vec<Assignment> {
     l.handle_claim(Timestamp(0), who, want, &[]).0
 }
 
+fn renew(l: &mut Ledger, at: u64, who: NodeId, held: &[&Assignment]) -> Vec<EpisodeId> {
+    let held: Vec<HeldLease> = held.iter().map(|a| HeldLease::from(*a)).collect();
+    l.handle_claim(Timestamp(at), who, 0, &held).1
+}
+
+/// The ledger of the leader after [`ledger`]'s, at its start.
+fn next_ledger(spec: JobSpec) -> Ledger {
+    let mut l = ledger(spec).counting_from(1 << 20);
+    l.handle_timeout(Timestamp(0));
+    l
+}
+
 fn rollout(a: &Assignment, reward: f32) -> VerifiedRollout {
     let mut r = Rollout::begin(a, ALICE, "test".into(), Timestamp(0));
     r.reward = reward;
@@ -107,11 +119,11 @@ fn an_aborted_episode_is_replaced_in_its_own_group() {
 fn a_lease_that_is_not_renewed_runs_out_and_the_late_rollout_still_counts_once() {
     let mut l = ledger(spec());
     let given = claim(&mut l, ALICE, 2);
-    let (_, revoked, _) = l.handle_claim(Timestamp(500), ALICE, 0, &[given[0].episode]);
+    let revoked = renew(&mut l, 500, ALICE, &[&given[0]]);
     assert!(revoked.is_empty());
     assert_eq!(l.poll_timeout(), Some(Timestamp(1000)), "the other one was not renewed");
     l.handle_timeout(Timestamp(1000));
-    let (_, revoked, _) = l.handle_claim(Timestamp(1001), ALICE, 0, &[given[1].episode]);
+    let revoked = renew(&mut l, 1001, ALICE, &[&given[1]]);
     assert_eq!(revoked, vec![given[1].episode]);
     let late = rollout(&given[1], 1.0);
     assert_eq!(l.handle_rollout(late.clone()), Admission::Accepted);
@@ -190,8 +202,10 @@ fn an_earlier_terms_rollout_is_adopted_with_its_group() {
     r.rollout.group.term = Term(2);
     let mut l = ledger(spec());
     assert_eq!(l.handle_rollout(r.clone()), Admission::Accepted);
-    let next = claim(&mut l, BOB, 1);
-    assert_eq!(next[0].group, r.rollout.group, "the broken group is completed first");
+    let early = claim(&mut l, BOB, 1);
+    assert_ne!(early[0].group, r.rollout.group, "who runs the other episode may still renew it");
+    let late = l.handle_claim(Timestamp(500), BOB, 1, &[]).0;
+    assert_eq!(late[0].group, r.rollout.group, "then the broken group is completed first");
 }
 
 #[test]
@@ -224,9 +238,126 @@ fn a_leader_that_starts_over_in_its_term_draws_new_ids_and_adopts_its_own_groups
     let mut after = ledger(spec()).counting_from(2 << 20);
     assert_eq!(after.handle_rollout(rollout(&given[0], 1.0)), Admission::Accepted);
     assert_eq!((after.accepted(), after.adopted_groups()), (1, 1));
-    let again = claim(&mut after, BOB, 8);
+    after.handle_timeout(Timestamp(0));
+    let again = after.handle_claim(Timestamp(500), BOB, 8, &[]).0;
     assert_eq!(again[0].group, given[0].group, "the adopted group is completed first");
     let groups = |list: &[Assignment]| list.iter().map(|a| a.group).collect::<std::collections::BTreeSet<_>>();
     assert_eq!(groups(&again).intersection(&groups(&given)).count(), 1);
     assert!(again.iter().all(|a| given.iter().all(|b| a.episode != b.episode)), "no id is given out twice");
+}
+
+#[test]
+fn leases_go_on_with_the_next_leader_when_their_holders_renew_them() {
+    let mut old = ledger(spec());
+    let given = claim(&mut old, ALICE, 3);
+    let mut l = next_ledger(spec());
+    assert_eq!(renew(&mut l, 10, ALICE, &[&given[0], &given[1], &given[2]]), []);
+    assert_eq!((l.running(), l.adopted_groups(), l.counts().adopted), (3, 2, 3));
+    assert_eq!(renew(&mut l, 500, ALICE, &[&given[0], &given[2]]), [], "an ordinary renewal from now on");
+    // The place that nobody renewed runs out, and is given out again in its group.
+    let again = l.handle_claim(Timestamp(1010), BOB, 1, &[]).0;
+    assert_eq!((again[0].group, again[0].attempt), (given[0].group, 2));
+    // Their rollouts count as if nothing had happened.
+    for a in [&given[0], &again[0]] {
+        assert_eq!(l.handle_rollout(rollout(a, 1.0)), Admission::Accepted);
+    }
+    assert_eq!(l.whole_groups(), 1);
+}
+
+#[test]
+fn an_adopted_lease_has_one_holder_and_comes_over_once() {
+    let mut old = ledger(spec());
+    let given = claim(&mut old, ALICE, 2);
+    let mut l = next_ledger(spec());
+    assert_eq!(renew(&mut l, 10, ALICE, &[&given[0]]), []);
+    assert_eq!(renew(&mut l, 20, BOB, &[&given[0]]), [given[0].episode], "I9: one lease an episode");
+    assert!(l.handle_abort(ALICE, given[0].episode));
+    assert_eq!(renew(&mut l, 30, ALICE, &[&given[0]]), [given[0].episode], "what was given up does not come back");
+    // Nor does what came in already: its holder has not heard of that yet.
+    assert_eq!(l.handle_rollout(rollout(&given[1], 1.0)), Admission::Accepted);
+    assert_eq!(renew(&mut l, 40, ALICE, &[&given[1]]), [given[1].episode]);
+    assert_eq!(l.running(), 0);
+}
+
+#[test]
+fn nobody_invents_work_by_renewing_it() {
+    let mut old = ledger(spec());
+    let good = claim(&mut old, ALICE, 1).remove(0);
+    let refused = |change: &dyn Fn(&mut Assignment)| {
+        let mut l = next_ledger(spec());
+        let mut a = good.clone();
+        change(&mut a);
+        assert_eq!(renew(&mut l, 10, ALICE, &[&a]), [a.episode], "{a:?}");
+        assert_eq!((l.running(), l.adopted_groups()), (0, 0));
+    };
+    refused(&|a| a.job = JobId([8; 16]));
+    refused(&|a| a.task.id = "other".into());
+    refused(&|a| a.task.set = "other".into());
+    refused(&|a| a.task.index = 9);
+    refused(&|a| a.group = GroupId { term: Term(3), seq: 1 << 20 });
+    refused(&|a| a.group.term = Term(4));
+    refused(&|a| a.purpose = Purpose::Eval { phase: EvalPhase::Start, greedy: false, slot: 0 });
+    // Groups of many names: no more than the quota's episodes and groups come over, whatever is renewed.
+    let mut l = next_ledger(spec());
+    let invented: Vec<Assignment> = (0..50u8)
+        .map(|i| Assignment {
+            episode: EpisodeId([i; 16]),
+            group: GroupId { term: Term(3), seq: u64::from(i) },
+            ..good.clone()
+        })
+        .collect();
+    let revoked = renew(&mut l, 10, BOB, &invented.iter().collect::<Vec<_>>());
+    assert_eq!((revoked.len(), l.adopted_groups(), l.running()), (46, 4, 4), "4 groups of 2 are the quota");
+}
+
+#[test]
+fn a_task_that_the_jobs_order_has_not_come_to_is_not_adopted() {
+    // One set of 100 tasks: the predecessor opened at most 4 groups behind the last step.
+    let mut wide = spec();
+    wide.tasks.truncate(1);
+    let task = |i| Task { id: format!("t{i}"), line: "{}".into() };
+    let tasks = || vec![LoadedTasks { train: (0..100).map(task).collect(), heldout: vec![] }];
+    let job = JobState {
+        job: JobId([9; 16]),
+        groups_opened: vec![0],
+        spec: wide,
+        at: Timestamp(0),
+        steps: 0,
+        evaluations: Vec::new(),
+        end: None,
+    };
+    let mut old = Ledger::new(job.clone(), Term(3), PolicyVersion(0), tasks());
+    let given = old.handle_claim(Timestamp(0), ALICE, 8, &[]).0;
+    let mut l = Ledger::new(job, Term(4), PolicyVersion(0), tasks());
+    assert_eq!(renew(&mut l, 1, ALICE, &given.iter().collect::<Vec<_>>()), []);
+    let opened: Vec<u32> = given.iter().map(|a| a.task.index).collect();
+    let elsewhere = (0..100u32).find(|i| !opened.contains(i)).unwrap();
+    let mut l = next_ledger_of(&l);
+    let mut a = given[0].clone();
+    (a.task.index, a.task.id) = (elsewhere, format!("t{elsewhere}"));
+    assert_eq!(renew(&mut l, 1, ALICE, &[&a]), [a.episode]);
+    assert_eq!(renew(&mut l, 1, ALICE, &[&given[0]]), []);
+}
+
+/// A ledger of the same job and tasks as [`a_task_that_the_jobs_order_has_not_come_to_is_not_adopted`]'s, a term later.
+fn next_ledger_of(l: &Ledger) -> Ledger {
+    let task = |i| Task { id: format!("t{i}"), line: "{}".into() };
+    let tasks = vec![LoadedTasks { train: (0..100).map(task).collect(), heldout: vec![] }];
+    Ledger::new(l.job().clone(), Term(5), PolicyVersion(0), tasks)
+}
+
+#[test]
+fn an_evaluations_leases_go_on_too() {
+    let mut spec = spec();
+    spec.evaluate = EvaluateSpec { at_start: true, at_end: false, samples: 4, greedy: 2 };
+    let mut old = ledger(spec.clone());
+    let given = claim(&mut old, ALICE, 3);
+    let mut l = next_ledger(spec);
+    assert_eq!(renew(&mut l, 10, ALICE, &[&given[0], &given[2]]), []);
+    let mut wrong = given[1].clone();
+    wrong.task.index += 1;
+    assert_eq!(renew(&mut l, 10, ALICE, &[&wrong]), [wrong.episode]);
+    let rest = claim(&mut l, BOB, 100);
+    assert_eq!(rest.len(), 10, "two of twelve places run already");
+    assert!(rest.iter().all(|a| a.purpose != given[0].purpose && a.purpose != given[2].purpose));
 }

@@ -309,6 +309,7 @@ impl NodeCore {
         }
         self.transport.subscribe(Topic::Rollouts(model.clone()));
         desks.insert(model.clone(), Desk::start(model.clone(), self.context.clone()));
+        spawn(self.clone().announce_changes(model.clone()));
         if self.has(Role::Server)
             && let Some(state) = self.groups.state(model)
         {
@@ -355,21 +356,52 @@ impl NodeCore {
 
     fn publish_models(&self) {
         let desks: Vec<ModelName> = self.desks.lock().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect();
-        for model in desks {
-            let (Some(view), Some(state)) = (self.groups.leadership(&model), self.groups.state(&model)) else {
-                continue;
-            };
-            let (view, state) = (view.borrow().clone(), state.borrow().clone());
-            let a = ModelAnnouncement {
-                voters: self.groups.voters(&model),
-                leader: view.leader.map(|n| (n, view.term)),
-                version: state.version,
-                running_job: state.running_job().map(|j| j.job),
-                model,
-            };
-            self.models.on_announcement(a.clone());
-            if view.is_self || view.leader.is_none() {
-                self.transport.publish(Topic::Models, encode(&Gossip::Model(a)));
+        for a in desks.iter().filter_map(|model| self.announcement(model)) {
+            self.publish_model(a);
+        }
+    }
+
+    /// What this member of `model`'s group knows of it.
+    fn announcement(&self, model: &ModelName) -> Option<ModelAnnouncement> {
+        let (view, state) = (self.groups.leadership(model)?.get(), self.groups.state(model)?.get());
+        Some(ModelAnnouncement {
+            model: model.clone(),
+            voters: self.groups.voters(model),
+            leader: view.leader.map(|n| (n, view.term)),
+            version: state.version,
+            running_job: state.running_job().map(|j| j.job),
+        })
+    }
+
+    /// Tells the mesh of a model if that is this node's to do: it leads, or nobody does.
+    fn publish_model(&self, a: ModelAnnouncement) {
+        let publishes = a.leader.is_none_or(|(leader, _)| leader == self.node());
+        let gossip = publishes.then(|| encode(&Gossip::Model(a.clone())));
+        self.models.on_announcement(a);
+        if let Some(gossip) = gossip {
+            self.transport.publish(Topic::Models, gossip);
+        }
+    }
+
+    /// Announces a model as soon as its leader, version or job changes: who waits for a job's first episode should not
+    /// wait for the beat too.
+    async fn announce_changes(self: Arc<Self>, model: ModelName) {
+        let (Some(mut leadership), Some(mut state)) = (self.groups.leadership(&model), self.groups.state(&model))
+        else {
+            return;
+        };
+        let mut last = None;
+        loop {
+            let now = self.announcement(&model);
+            if now != last {
+                last.clone_from(&now);
+                now.into_iter().for_each(|a| self.publish_model(a));
+            }
+            tokio::select! {
+                biased;
+                () = self.shutdown.cancelled() => return,
+                r = leadership.changed() => if r.is_err() { return },
+                r = state.changed() => if r.is_err() { return },
             }
         }
     }
@@ -453,7 +485,7 @@ impl NodeCore {
                     "quota": l.quota(), "adopted": l.adopted_groups() * u64::from(l.job().spec.group_size),
                     "assigned": c.assigned, "rollouts_accepted": c.accepted,
                     "rollouts_ignored": c.ignored, "rollouts_invalid": c.invalid, "aborted": c.aborted,
-                    "leases_expired": c.expired, "stale_dropped": c.stale_dropped,
+                    "leases_adopted": c.adopted, "leases_expired": c.expired, "stale_dropped": c.stale_dropped,
                 })
             })
         });

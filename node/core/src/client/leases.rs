@@ -2,7 +2,7 @@
 
 use crate::leader::Clock;
 use crate::watch::{self, lock};
-use starling_protocol::assignment::Assignment;
+use starling_protocol::assignment::{Assignment, HeldLease};
 use starling_protocol::{EpisodeId, Timestamp};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -58,12 +58,12 @@ impl Leases {
         &self,
         now: Timestamp,
         assignments: &[Assignment],
-        renewed: &[EpisodeId],
+        renewed: &[HeldLease],
         revoked: &[EpisodeId],
     ) {
         let mut held = lock(&self.held);
-        for id in renewed {
-            if let Some(l) = held.get_mut(id) {
+        for r in renewed {
+            if let Some(l) = held.get_mut(&r.episode) {
                 l.renewed = now;
             }
         }

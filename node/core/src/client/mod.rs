@@ -19,7 +19,7 @@ pub use leases::Lease;
 use crate::NodeCore;
 use leases::Leases;
 use servers::Servers;
-use starling_protocol::assignment::Assignment;
+use starling_protocol::assignment::{Assignment, HeldLease};
 use starling_protocol::rollout::{Rollout, RolloutError};
 use starling_protocol::wire::{FRAME_LEN_BYTES_MAX, Generate, LeaderCall, LeaderReply, WaitReason};
 use starling_protocol::{EpisodeId, ModelName, RolloutId};
@@ -137,11 +137,10 @@ impl Client {
     /// Claims up to `want` episodes of `models` (all with a running job when empty) and renews the leases of `running`.
     pub async fn claim(&self, models: &[ModelName], want: usize, running: &[EpisodeId]) -> Claimed {
         let inner = &self.0;
-        let mut by_model: BTreeMap<ModelName, Vec<EpisodeId>> = BTreeMap::new();
-        for id in running {
-            if let Some(l) = inner.leases.get(*id) {
-                by_model.entry(l.assignment.model).or_default().push(*id);
-            }
+        let mut by_model: BTreeMap<ModelName, Vec<HeldLease>> = BTreeMap::new();
+        for lease in running.iter().filter_map(|id| inner.leases.get(*id)) {
+            let held = HeldLease::from(&lease.assignment);
+            by_model.entry(lease.assignment.model).or_default().push(held);
         }
         for a in inner.core.models().list() {
             if a.running_job.is_some() && (models.is_empty() || models.contains(&a.model)) {

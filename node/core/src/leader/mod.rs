@@ -155,7 +155,7 @@ impl Desk {
                     let (assignments, revoked, wait) = o.ledger.handle_claim(now, from, *want as usize, running);
                     LeaderReply::Assigned { assignments, revoked, wait }
                 }
-                // Leases of the former term go on: their rollouts are adopted, so nothing is revoked here.
+                // Leases of the former term go on: the ledger takes them over when they are renewed once it is there.
                 None => LeaderReply::Assigned {
                     assignments: Vec::new(),
                     revoked: Vec::new(),

@@ -77,6 +77,21 @@ fn a_seeded_request_gives_the_same_bits_alone_in_a_crowd_and_in_small_chunks() {
 }
 
 #[test]
+fn an_answer_continued_by_another_engine_is_the_unbroken_one_bit_for_bit() {
+    let sampling = SamplingParams { top_k: 30, top_p: 0.9, temperature: 0.8, top_logprobs: 3, ..seeded(7, 40) };
+    let unbroken = wait(&start(&engine(InferenceOptions::default()), &prompt(37, 1), sampling.clone()));
+    for lost in [1usize, 7, 39] {
+        let other = engine(InferenceOptions { max_batch: 5, max_batch_tokens: 9, ..InferenceOptions::default() });
+        let ids = unbroken.0[..lost].iter().map(|t| t.id);
+        let behind: Vec<u32> = prompt(37, 1).into_iter().chain(ids).collect();
+        let drawn = u32::try_from(lost).unwrap();
+        let (rest, finish) =
+            wait(&start(&other, &behind, SamplingParams { drawn, max_tokens: 40 - drawn, ..sampling.clone() }));
+        assert_eq!((&rest[..], finish), (&unbroken.0[lost..], unbroken.1), "continued behind {lost} tokens");
+    }
+}
+
+#[test]
 fn scored_logprobs_are_the_sampled_ones_bit_for_bit() {
     let cfg = tiny_config();
     let weights = Weights::random(&cfg, &Device::Cpu, 3).unwrap();

@@ -1,0 +1,105 @@
+//! Leases: renewed by their own length, and taken over by the next leader.
+
+use crate::world::{CLIENT, World, model};
+use starling_protocol::control::ControlEntry;
+use starling_protocol::job::{CollectionRule, EvaluateSpec, JobSpec, Sampling, TaskSetSpec, TrainerSpec};
+use starling_protocol::{EpisodeId, JobId};
+use std::time::Duration;
+use tokio::time::{Instant, sleep};
+
+/// A job whose tasks lie on the leader; returns the time at which it was in the log.
+async fn submit(world: &World, lease_ttl_ms: u64) -> Instant {
+    let leader = &world.nodes[&world.leader().unwrap()];
+    let train = leader.scope.run(leader.core.blobs().put(b"{\"id\":\"a\"}\n{\"id\":\"b\"}\n".to_vec())).await.unwrap();
+    // Every server has them, as `starling job submit` sees to.
+    for server in crate::world::SERVERS {
+        let node = &world.nodes[&server];
+        node.scope.run(node.core.blobs().put(b"{\"id\":\"a\"}\n{\"id\":\"b\"}\n".to_vec())).await.unwrap();
+    }
+    let spec = JobSpec {
+        name: "test".into(),
+        model: model(),
+        seed: 1,
+        steps: 5,
+        groups_per_step: 2,
+        group_size: 2,
+        collection: CollectionRule::Groups,
+        staleness_max: 1,
+        replication: 2,
+        lease_ttl_ms,
+        optimizer_state_every: 0,
+        sampling: Sampling::default(),
+        trainer: TrainerSpec::default(),
+        tasks: vec![TaskSetSpec { name: "s".into(), weight: 1.0, train, heldout: None }],
+        evaluate: EvaluateSpec::default(),
+    };
+    let at = (leader.core.clock())();
+    let entry = ControlEntry::JobSubmitted { job: JobId([5; 16]), spec: Box::new(spec), at };
+    world.as_client(world.nodes[&CLIENT].core.models().propose(&model(), entry)).await.unwrap();
+    Instant::now()
+}
+
+async fn claim(world: &World, want: usize) -> Vec<EpisodeId> {
+    let mut given = Vec::new();
+    while given.len() < want {
+        let claimed = world.as_client(world.client.claim(&[], want - given.len(), &given)).await;
+        assert!(claimed.revoked.is_empty());
+        given.extend(claimed.assignments.iter().map(|a| a.episode));
+        sleep(Duration::from_millis(10)).await;
+    }
+    given
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_new_jobs_first_episode_does_not_wait_for_the_announcements_beat() {
+    let world = World::start().await;
+    sleep(Duration::from_millis(2100)).await; // right behind a beat
+    let submitted = submit(&world, 60_000).await;
+    claim(&world, 1).await;
+    // The leader reads tasks and weights; the beat is 2 s.
+    assert!(submitted.elapsed() < Duration::from_millis(500), "{:?}", submitted.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn renewals_come_three_times_within_the_shortest_lease() {
+    let world = World::start().await;
+    let nothing = tokio::time::timeout(Duration::from_secs(60), world.client.renewal_due()).await;
+    assert!(nothing.is_err(), "nothing is leased");
+    submit(&world, 1500).await;
+    let due = async {
+        world.client.renewal_due().await;
+        Instant::now()
+    };
+    // It waits already when the lease comes.
+    let (due, claimed) = tokio::join!(due, async {
+        claim(&world, 1).await;
+        Instant::now()
+    });
+    let after = due - claimed;
+    assert!((Duration::from_millis(450)..=Duration::from_millis(500)).contains(&after), "{after:?}");
+    let held = claim(&world, 2).await;
+    for _ in 0..10 {
+        world.client.renewal_due().await;
+        assert!(world.as_client(world.client.claim(&[], 0, &held)).await.revoked.is_empty());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn leases_survive_their_leader() {
+    let world = World::start().await;
+    submit(&world, 60_000).await;
+    let held = claim(&world, 4).await;
+    let old = world.leader().unwrap();
+    world.kill(old);
+    world.eventually("another leads", |w| w.leader().is_some_and(|l| l != old)).await;
+    let ledger = |w: &World, field: &str| {
+        let leader = w.leader().filter(|l| *l != old)?;
+        w.nodes[&leader].core.model_status(&model())["ledger"][field].as_u64()
+    };
+    world.eventually("its ledger is open", |w| ledger(w, "running").is_some()).await;
+    assert_eq!(ledger(&world, "running"), Some(0));
+    let claimed = world.as_client(world.client.claim(&[], 0, &held)).await;
+    assert!(claimed.renewed && claimed.revoked.is_empty(), "{claimed:?}");
+    assert_eq!((ledger(&world, "running"), ledger(&world, "leases_adopted")), (Some(4), Some(4)));
+    assert!(held.iter().all(|e| world.client.lease(*e).is_some()));
+}
