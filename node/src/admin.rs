@@ -100,6 +100,9 @@ async fn status(State(node): State<Node>) -> Json<Value> {
     let runner = node.runner.as_ref().map(|r| {
         let s = r.stats();
         waits.extend(s.wait.clone());
+        if s.running > 0 {
+            waits.push(format!("agents run {} episodes", s.running));
+        }
         json!({
             "running": s.running, "started": s.started, "ended": s.ended, "ending": s.ending, "aborted": s.aborted,
             "worker_restarts": s.worker_restarts, "wait": s.wait, "last_failure": s.last_failure,

@@ -130,6 +130,26 @@ impl DataDir {
         self.write_json("mesh.json", mesh)
     }
 
+    /// Where the node listened in its last run, as multiaddrs; empty when it is not known. A file that makes no sense
+    /// is of no use and no reason not to start.
+    #[must_use]
+    pub fn listened(&self) -> Vec<String> {
+        let path = self.0.join("listen.json");
+        let Ok(text) = std::fs::read_to_string(&path) else { return Vec::new() };
+        serde_json::from_str(&text).unwrap_or_else(|error| {
+            tracing::warn!(path = %path.display(), %error, "not read: this node listens on new ports");
+            Vec::new()
+        })
+    }
+
+    /// Remembers where the node listens.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn write_listened(&self, addresses: &[String]) -> anyhow::Result<()> {
+        self.write_json("listen.json", &addresses)
+    }
+
     /// Whole or not at all: a crash in the middle leaves the old file.
     fn write_json(&self, name: &str, value: &impl Serialize) -> anyhow::Result<()> {
         let (tmp, path) = (self.0.join(format!("{name}.tmp")), self.0.join(name));

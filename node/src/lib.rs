@@ -10,6 +10,7 @@ pub mod demo;
 pub mod embedded;
 pub mod host;
 pub mod job_file;
+pub mod listening;
 pub mod model_files;
 pub mod pretrain;
 pub mod run;

@@ -1,11 +1,13 @@
 //! A running node: store, identity, mesh, core, gateway, agents, HTTP; started in this order, ended in reverse.
 
+use crate::BadInput;
 use crate::admin;
 use crate::backend::NodeBackend;
 use crate::data_dir::{DataDir, MeshFile, Running};
 use crate::host::GatewayHost;
+use crate::listening;
 use crate::settings::RunSettings;
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow};
 use libp2p::Multiaddr;
 use starling_agents::Runner;
 use starling_bootstrap::identity::{Ed25519Verifier, Identity};
@@ -13,7 +15,7 @@ use starling_bootstrap::ticket::{Ticket, parse_address};
 use starling_core::client::{Client, ClientConfig};
 use starling_core::compute::{LocalCompute, TrainerOptions};
 use starling_core::consensus::GroupConfig;
-use starling_core::membership::MembershipConfig;
+use starling_core::membership::{MemberEvent, MembershipConfig};
 use starling_core::transport::Transport;
 use starling_core::{CoreConfig, Dispatch, NodeCore};
 use starling_engine::{Device, InferenceOptions};
@@ -25,6 +27,7 @@ use starling_storage::{RocksOptions, RocksStore, SharedStore};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::net::TcpListener;
+use tokio::sync::broadcast::{self, error::RecvError};
 use tokio_util::sync::CancellationToken;
 
 /// Niceness of compute threads: heartbeats and HTTP come first.
@@ -78,12 +81,9 @@ pub async fn run(data: DataDir, settings: RunSettings, ticket: Option<Ticket>) -
     let token = data.admin_token()?;
 
     let mut config = MeshConfig::new(identity.clone(), mesh_file.network);
-    if !settings.listen.is_empty() {
-        config.listen.clone_from(&settings.listen);
-    }
     config.mdns = settings.mdns;
     config.bootstrap = bootstrap_list(&mesh_file.nodes)?;
-    let mesh = Mesh::start(config).await.context("cannot start the mesh")?;
+    let mesh = listening::start(&data, &settings.listen, config).await?;
 
     let signer: Arc<Identity> = Arc::new(identity);
     let verifier = Arc::new(Ed25519Verifier);
@@ -131,6 +131,7 @@ pub async fn run(data: DataDir, settings: RunSettings, ticket: Option<Ticket>) -
         })
     };
     tokio::spawn(keep_episodes(node.clone(), shutdown.clone()));
+    tokio::spawn(drop_the_gone(core.membership().events(), node.clone(), shutdown.clone()));
     let data_for_peers = data.clone();
     tokio::spawn(remember_peers(data_for_peers, mesh_file, node.clone(), shutdown.clone()));
     let agents = runner.map(|runner| {
@@ -163,16 +164,18 @@ fn mesh_of(data: &DataDir, ticket: Option<Ticket>) -> anyhow::Result<MeshFile> {
     let file = match (ticket, known) {
         (Some(t), known) => {
             if t.is_expired(wall_clock().0) {
-                bail!("ticket: it is no longer valid; ask for a new one with `starling ticket`");
+                return Err(BadInput::wrap(anyhow!(
+                    "ticket: it is no longer valid; ask for a new one with `starling ticket`"
+                )));
             }
             if let Some(k) = &known
                 && k.network != t.network
             {
-                bail!(
+                return Err(BadInput::wrap(anyhow!(
                     "ticket: it is for mesh {}, this folder belongs to mesh {}: use another --data",
                     t.network.short(),
                     k.network.short()
-                );
+                )));
             }
             let mut nodes: Vec<(NodeId, Vec<String>)> = Vec::new();
             for (node, addresses) in t.nodes.into_iter().chain(known.map(|k| k.nodes).unwrap_or_default()) {
@@ -291,6 +294,27 @@ async fn remember_peers(data: DataDir, mut mesh: MeshFile, node: Node, shutdown:
         mesh.nodes.truncate(64);
         if changed && let Err(e) = data.write_mesh(&mesh) {
             tracing::warn!(error = %e, "cannot remember peers");
+        }
+    }
+}
+
+/// Closes the connections to nodes that membership gave up: what waits on their streams fails after the 3 s in which a
+/// killed node is missed, not after the silence of 10 s that a connection survives.
+async fn drop_the_gone(mut events: broadcast::Receiver<MemberEvent>, node: Node, shutdown: CancellationToken) {
+    loop {
+        let event = tokio::select! {
+            biased;
+            () = shutdown.cancelled() => return,
+            event = events.recv() => event,
+        };
+        match event {
+            // It may be back by now.
+            Ok(MemberEvent::Left(peer)) if !node.core.membership().is_live(peer) => {
+                node.mesh.disconnect(peer, "membership has given it up").await;
+            }
+            // Of those missed, the silence will tell.
+            Ok(_) | Err(RecvError::Lagged(_)) => {}
+            Err(RecvError::Closed) => return,
         }
     }
 }

@@ -9,8 +9,8 @@ use crate::error::StoreError;
 use crate::schema::{FORMAT_KEY, FORMAT_VERSION};
 use crate::store::{Batch, Durability, Family, KeyValue, Op, Store};
 use rocksdb::{
-    BlockBasedOptions, Cache, ColumnFamily, ColumnFamilyDescriptor, DB, DBCompressionType, ErrorKind, FlushOptions,
-    LogLevel, Options, ReadOptions, WriteBatch, WriteOptions,
+    BlockBasedOptions, Cache, ColumnFamily, ColumnFamilyDescriptor, DB, DBCompressionType, DBRecoveryMode, ErrorKind,
+    FlushOptions, LogLevel, Options, ReadOptions, WriteBatch, WriteOptions,
 };
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -232,6 +232,9 @@ fn db_options(options: &RocksOptions) -> Options {
     o.set_max_total_wal_size(options.wal_bytes_max);
     // A log that vanished or shrank is an error at open, not a silent loss of acknowledged rollouts.
     o.set_track_and_verify_wals_in_manifest(true);
+    // A write that the crash cut off is dropped. Damage before the end is an error: what follows it was synced, and may be a
+    // vote, without which this node could vote twice. RocksDB's default would open as if it had never been.
+    o.set_wal_recovery_mode(DBRecoveryMode::TolerateCorruptedTailRecords);
     o.set_bytes_per_sync(MIB as u64);
     o.set_keep_log_file_num(2);
     o.set_max_log_file_size(MIB);

@@ -19,7 +19,9 @@ mod audit;
 mod binaries;
 mod job;
 mod mesh;
+mod network;
 mod node;
+mod proxy;
 mod seed;
 mod wait;
 
@@ -27,6 +29,7 @@ pub use audit::StoresReport;
 pub use binaries::{agent_binary, python, repository, starling_binary};
 pub use job::Job;
 pub use mesh::TestMesh;
+pub use network::{Network, Space};
 pub use node::{CliOutput, Role, TestNode, starling};
 pub use seed::Seed;
 pub use wait::{patience, until};

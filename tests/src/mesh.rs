@@ -2,6 +2,7 @@
 
 use crate::audit::StoresReport;
 use crate::job::Job;
+use crate::network::Network;
 use crate::node::{Role, TestNode};
 use crate::seed::Seed;
 use crate::wait::until;
@@ -24,6 +25,8 @@ pub struct TestMesh {
     seed: Option<Seed>,
     nodes: Vec<TestNode>,
     ticket: Option<String>,
+    /// After the nodes: their processes end first.
+    network: Option<Network>,
     passed: bool,
 }
 
@@ -41,7 +44,7 @@ impl TestMesh {
     /// When it cannot be made.
     pub fn new(name: &str) -> anyhow::Result<Self> {
         let root = tempfile::Builder::new().prefix(&format!("starling-{name}-")).tempdir()?;
-        Ok(Self { root: Some(root), seed: None, nodes: Vec::new(), ticket: None, passed: false })
+        Ok(Self { root: Some(root), seed: None, nodes: Vec::new(), ticket: None, network: None, passed: false })
     }
 
     /// The seed that a failure must show.
@@ -49,6 +52,21 @@ impl TestMesh {
     pub fn seeded(mut self, seed: Seed) -> Self {
         self.seed = Some(seed);
         self
+    }
+
+    /// Node `i` is to run at place `i` of `network`.
+    #[must_use]
+    pub fn within(mut self, network: Network) -> Self {
+        self.network = Some(network);
+        self
+    }
+
+    /// The network, to cut.
+    ///
+    /// # Errors
+    /// When the nodes run in the network of the test itself.
+    pub fn network(&self) -> anyhow::Result<&Network> {
+        self.network.as_ref().context("the mesh was not made within a network of its own")
     }
 
     /// The folder: data folders, `<node>.log`, job files.
@@ -77,7 +95,8 @@ impl TestMesh {
     /// # Errors
     /// When it is not up in time.
     pub async fn add_with_ticket(&mut self, name: &str, role: Role, ticket: Option<String>) -> anyhow::Result<usize> {
-        let node = TestNode::new(self.root(), name, role, ticket)?;
+        let space = self.network.as_ref().map(|n| n.space(self.nodes.len()).clone());
+        let node = TestNode::new(self.root(), name, role, ticket, space)?;
         self.nodes.push(node);
         let i = self.nodes.len() - 1;
         self.start(i).await?;

@@ -1,10 +1,13 @@
 //! One node: its process, its folder, its admin routes, its command line.
 
 use crate::binaries::{agent_binary, starling_binary};
+use crate::network::{Space, enter};
+use crate::proxy::Proxy;
 use crate::wait::{patience, until};
 use anyhow::{Context, bail, ensure};
 use reqwest::{Method, StatusCode};
 use serde_json::Value;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::Duration;
@@ -15,6 +18,8 @@ const START_LIMIT: Duration = Duration::from_secs(30);
 const STOP_LIMIT: Duration = Duration::from_secs(20);
 /// A command must end within this time.
 const COMMAND_LIMIT: Duration = Duration::from_secs(60);
+/// Where a node in a namespace of its own listens.
+const PORT_IN_SPACE: u16 = 4001;
 
 /// What a node is started as.
 #[derive(Clone, Debug)]
@@ -93,7 +98,16 @@ impl CliOutput {
 /// # Errors
 /// When it cannot be started or does not end.
 pub async fn starling<S: AsRef<std::ffi::OsStr>>(arguments: &[S]) -> anyhow::Result<CliOutput> {
+    starling_in(None, arguments).await
+}
+
+async fn starling_in<S: AsRef<std::ffi::OsStr>>(space: Option<&Space>, arguments: &[S]) -> anyhow::Result<CliOutput> {
     let mut command = tokio::process::Command::new(starling_binary()?);
+    let namespace = space.map(Space::open).transpose()?;
+    if let Some(fd) = namespace.as_ref().map(AsRawFd::as_raw_fd) {
+        // SAFETY: one system call; the descriptor is open until the command has ended.
+        unsafe { command.pre_exec(move || enter(fd)) };
+    }
     command.args(arguments).stdin(Stdio::null()).env("STARLING_LOG", "error").kill_on_drop(true);
     let shown: Vec<_> = arguments.iter().map(|a| a.as_ref().to_string_lossy()).collect();
     let output = tokio::time::timeout(patience(COMMAND_LIMIT), command.output())
@@ -116,11 +130,21 @@ pub struct TestNode {
     http: String,
     id: String,
     client: reqwest::Client,
+    /// Where it runs, if not in the network of the test itself, and how its HTTP is reached there.
+    space: Option<(Space, Proxy)>,
 }
 
 impl TestNode {
-    pub(crate) fn new(root: &Path, name: &str, role: Role, ticket: Option<String>) -> anyhow::Result<Self> {
+    pub(crate) fn new(
+        root: &Path,
+        name: &str,
+        role: Role,
+        ticket: Option<String>,
+        space: Option<Space>,
+    ) -> anyhow::Result<Self> {
+        let with_proxy = |space: Space| anyhow::Ok((space.clone(), Proxy::start(&space)?));
         Ok(Self {
+            space: space.map(with_proxy).transpose()?,
             name: name.into(),
             role,
             data: root.join(name),
@@ -157,7 +181,7 @@ impl TestNode {
         &self.id
     }
 
-    /// `http://127.0.0.1:port`, of the newest start.
+    /// `http://127.0.0.1:port`, of the newest start, as the test reaches it.
     #[must_use]
     pub fn http(&self) -> &str {
         &self.http
@@ -189,12 +213,22 @@ impl TestNode {
             None => command.args(["node", "run"]),
         };
         command.args(["--http", "127.0.0.1:0", "--threads", "1"]).args(self.role.arguments());
+        if let Some((space, _)) = &self.space {
+            let ip = space.address();
+            command.args(["--listen", &format!("/ip4/{ip}/udp/{PORT_IN_SPACE}/quic-v1")]);
+            command.args(["--listen", &format!("/ip4/{ip}/tcp/{PORT_IN_SPACE}")]);
+        }
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        // SAFETY: prctl is a plain system call; it neither allocates nor takes locks.
+        let namespace = self.space.as_ref().map(|(space, _)| space.open()).transpose()?;
+        let fd = namespace.as_ref().map(AsRawFd::as_raw_fd);
+        // SAFETY: prctl and setns are plain system calls; they neither allocate nor take locks.
         unsafe {
-            command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
-                0 => Ok(()),
-                _ => Err(std::io::Error::last_os_error()),
+            command.pre_exec(move || {
+                fd.map_or(Ok(()), enter)?;
+                match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
+                    0 => Ok(()),
+                    _ => Err(std::io::Error::last_os_error()),
+                }
             });
         }
         let child = command.spawn().with_context(|| format!("cannot start {}", self.name))?;
@@ -218,6 +252,11 @@ impl TestNode {
         let text =
             |field: &str| running[field].as_str().map(str::to_owned).with_context(|| format!("node.json: {field}"));
         self.http = text("http")?;
+        if let Some((_, proxy)) = &self.space {
+            let inside = self.http.trim_start_matches("http://");
+            proxy.lead_to(inside.parse().with_context(|| format!("node.json: http {inside}"))?);
+            self.http = format!("http://{}", proxy.address());
+        }
         self.id = text("node")?;
         Ok(())
     }
@@ -326,7 +365,7 @@ impl TestNode {
     /// When it cannot be started or does not end.
     pub async fn cli(&self, arguments: &[&str]) -> anyhow::Result<CliOutput> {
         let data = self.data.display().to_string();
-        starling(&[&["--data", &data], arguments].concat()).await
+        starling_in(self.space.as_ref().map(|(s, _)| s), &[&["--data", &data], arguments].concat()).await
     }
 
     /// The same with `--json`, parsed.

@@ -62,6 +62,26 @@ async fn the_command_line_refuses_and_names_what_is_wrong() -> anyhow::Result<()
 }
 
 #[tokio::test]
+async fn a_ticket_that_is_of_no_use_here_is_bad_input() -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    let data = folder.path().display().to_string();
+    let node = Identity::from_seed([7; 32]).node_id();
+    let nodes = vec![(node, vec!["/ip4/127.0.0.1/tcp/1".to_owned()])];
+    let ticket = |network: &[u8], expires_ms| {
+        Ticket { mesh: "test".into(), network: Hash::of(network), nodes: nodes.clone(), expires_ms }.encode()
+    };
+    let expired = starling(&["--data", &data, "join", &ticket(b"test", Some(1))?, "--http", "127.0.0.1:0"]).await?;
+    expired.ensure_refused(&["ticket", "no longer valid"])?;
+    ensure!(!folder.path().join("mesh.json").exists(), "a refused ticket leaves nothing behind");
+    // A folder that belongs to another mesh.
+    let (ours, theirs) = (Hash::of(b"ours"), Hash::of(b"theirs"));
+    std::fs::write(folder.path().join("mesh.json"), json!({ "network": ours, "nodes": [] }).to_string())?;
+    let foreign = starling(&["--data", &data, "join", &ticket(b"theirs", None)?, "--http", "127.0.0.1:0"]).await?;
+    foreign.ensure_refused(&["ticket", &ours.short().to_string(), &theirs.short().to_string(), "--data"])?;
+    Ok(())
+}
+
+#[tokio::test]
 async fn a_job_file_is_refused_with_its_field_and_line() -> anyhow::Result<()> {
     let mut mesh = TestMesh::new("bad-jobs")?;
     mesh.add("server-1", Role::Server).await?;

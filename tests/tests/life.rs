@@ -100,9 +100,12 @@ async fn a_killed_server_comes_back_and_a_late_one_serves() -> anyhow::Result<()
     let before = mesh.reach(1, LIMIT).await?;
 
     let id = mesh[1].id().to_owned();
+    let addresses = mesh[1].admin("/status").await?["addresses"].clone();
     mesh.kill(1)?;
     mesh.start(1).await?;
     ensure!(mesh[1].id() == id, "it was {id} and is {}", mesh[1].id());
+    let now = mesh[1].admin("/status").await?["addresses"].clone();
+    ensure!(now == addresses, "tickets that name {addresses} must keep their worth: it listens on {now}");
     // Two of two are needed to commit, so a step after the kill is one that both have agreed on.
     let target = mesh.reach(before + 2, LIMIT).await?;
     until("the restarted server has caught up and serves", LIMIT, async || served(&mesh, 1, target).await).await?;

@@ -8,6 +8,7 @@ use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 /// Bodies up to this length are copied behind their header, which saves a packet; longer ones are written from where
@@ -19,23 +20,45 @@ const READ_LEN_BYTES: usize = 4 << 10;
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 
 /// A substream that one task may read while another writes. The lock is held for one poll at a time.
+///
+/// A failed read is the last thing that is asked of the stream. When the connection breaks before the peer has confirmed
+/// the protocol, libp2p's stream is left in a state in which whatever is asked of it next panics
+/// (multistream-select 0.14, `Negotiated::poll`); so it is dropped there. A failed write is harmless, and what the peer
+/// has sent before may still be read.
 pub(crate) struct Duplex {
-    stream: Mutex<Stream>,
+    /// `None` once a read has failed.
+    stream: Mutex<Option<Stream>>,
     closed: AtomicBool,
 }
 
 impl Duplex {
     pub(crate) fn new(stream: Stream) -> Self {
-        Self { stream: Mutex::new(stream), closed: AtomicBool::new(false) }
+        Self { stream: Mutex::new(Some(stream)), closed: AtomicBool::new(false) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Stream> {
+    fn lock(&self) -> MutexGuard<'_, Option<Stream>> {
         self.stream.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks the stream for something, unless a read has failed.
+    fn ask<T>(&self, what: impl FnOnce(Pin<&mut Stream>) -> Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        match self.lock().as_mut() {
+            Some(stream) => what(Pin::new(stream)),
+            None => Poll::Ready(Err(io::Error::new(io::ErrorKind::BrokenPipe, "the stream has failed before"))),
+        }
+    }
+
+    fn poll_read(&self, cx: &mut Context<'_>, room: &mut [u8]) -> Poll<io::Result<usize>> {
+        let read = self.ask(|stream| stream.poll_read(cx, room));
+        if let Poll::Ready(Err(_)) = &read {
+            *self.lock() = None;
+        }
+        read
     }
 
     async fn write_all(&self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            let n = poll_fn(|cx| Pin::new(&mut *self.lock()).poll_write(cx, bytes)).await?;
+            let n = poll_fn(|cx| self.ask(|stream| stream.poll_write(cx, bytes))).await?;
             if n == 0 {
                 return Err(io::ErrorKind::WriteZero.into());
             }
@@ -55,7 +78,7 @@ impl Duplex {
             self.write_all(header).await?;
             self.write_all(body).await?;
         }
-        poll_fn(|cx| Pin::new(&mut *self.lock()).poll_flush(cx)).await
+        poll_fn(|cx| self.ask(|stream| stream.poll_flush(cx))).await
     }
 
     /// Ends our side in order, in the background, once; the peer reads what was written and then the end.
@@ -67,7 +90,7 @@ impl Duplex {
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             let this = Arc::clone(self);
             runtime.spawn(async move {
-                let close = poll_fn(|cx| Pin::new(&mut *this.lock()).poll_close(cx));
+                let close = poll_fn(|cx| this.ask(|stream| stream.poll_close(cx)));
                 let _ = tokio::time::timeout(CLOSE_LIMIT, close).await;
             });
         }
@@ -90,7 +113,7 @@ impl Inbox {
         while self.end - self.start < len {
             self.make_room(len);
             let room = &mut self.bytes[self.end..];
-            let n = poll_fn(|cx| Pin::new(&mut *from.lock()).poll_read(cx, room)).await?;
+            let n = poll_fn(|cx| from.poll_read(cx, room)).await?;
             if n == 0 {
                 return if self.is_empty() { Ok(false) } else { Err(io::ErrorKind::UnexpectedEof.into()) };
             }

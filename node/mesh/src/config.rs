@@ -28,7 +28,7 @@ pub struct MeshConfig {
     pub nat: Option<bool>,
     /// Whether to relay for peers behind NAT. Default: no; bootstrap nodes do.
     pub relay: bool,
-    /// Program and version, told to peers.
+    /// Program and version, told to peers with a number that is drawn for each run.
     pub agent: String,
     /// Bounds.
     pub limits: Limits,

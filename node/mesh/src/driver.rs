@@ -15,7 +15,7 @@ use libp2p::{Multiaddr, Swarm};
 use starling_protocol::NodeId;
 use starling_protocol::wire::Topic;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::net::{IpAddr, TcpListener};
+use std::net::{IpAddr, TcpListener, UdpSocket};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
@@ -35,6 +35,8 @@ pub(crate) struct Driver {
     pub(crate) scores: Scores,
     /// The address at the other end of each connection.
     pub(crate) remotes: HashMap<ConnectionId, Multiaddr>,
+    /// Which run of the peer's process said who it is on each connection: its agent text, which has the run in it.
+    pub(crate) runs: BTreeMap<ConnectionId, (NodeId, String)>,
     /// Pings that failed in a row.
     pub(crate) ping_failures: HashMap<ConnectionId, u32>,
     /// Peers whose connection the node's logic was told of.
@@ -64,6 +66,7 @@ impl Driver {
             discovery: Discovery::default(),
             scores: Scores::default(),
             remotes: HashMap::new(),
+            runs: BTreeMap::new(),
             ping_failures: HashMap::new(),
             announced: BTreeSet::new(),
             foreigners: BTreeMap::new(),
@@ -101,8 +104,9 @@ impl Driver {
     }
 
     fn listen(&mut self, config: &MeshConfig) -> Result<(), MeshError> {
+        // All before the first is listened on: whoever tries again without the taken one finds the others free.
+        config.listen.iter().try_for_each(refuse_taken)?;
         for address in &config.listen {
-            refuse_taken(address)?;
             let id = self
                 .swarm
                 .listen_on(address.clone())
@@ -196,6 +200,7 @@ impl Driver {
                 self.publish(&topic, body);
             }
             Command::Penalise { node, points, why } => self.penalise(node, points, &why),
+            Command::Disconnect { node, why } => self.disconnect(node, &why),
             Command::Score { node, reply } => drop(reply.send(self.score(node))),
             Command::Shutdown { reply } => drop(reply.send(())), // taken by `run`
         }
@@ -247,11 +252,10 @@ fn refuse_taken(address: &Multiaddr) -> Result<(), MeshError> {
         Some(Protocol::Ip6(ip)) => ip.into(),
         _ => return Ok(()),
     };
-    match parts.next() {
-        Some(Protocol::Tcp(port)) if port != 0 => match TcpListener::bind((ip, port)) {
-            Ok(_) => Ok(()),
-            Err(e) => Err(MeshError::Listen { address: address.clone(), reason: e.to_string() }),
-        },
-        _ => Ok(()),
-    }
+    let bound = match parts.next() {
+        Some(Protocol::Tcp(port)) if port != 0 => TcpListener::bind((ip, port)).map(drop),
+        Some(Protocol::Udp(port)) if port != 0 => UdpSocket::bind((ip, port)).map(drop),
+        _ => return Ok(()),
+    };
+    bound.map_err(|e| MeshError::Listen { address: address.clone(), reason: e.to_string() })
 }

@@ -96,6 +96,20 @@ impl Mesh {
         self.shared.penalise(peer, points, why.into());
     }
 
+    /// [`Transport::addresses`] without the peer id.
+    #[must_use]
+    pub fn listening(&self) -> Vec<String> {
+        self.shared.listen().iter().map(ToString::to_string).collect()
+    }
+
+    /// Closes all connections to `peer`, so that what waits for it fails now and not when a timeout is over: for a peer
+    /// that membership gave up. A peer that lives is dialled again as any former one. `why` is for the log.
+    ///
+    /// Waits for room among the driver's commands, not for the connections.
+    pub async fn disconnect(&self, peer: NodeId, why: impl Into<String>) {
+        let _closed = self.commands.send(Command::Disconnect { node: peer, why: why.into() }).await;
+    }
+
     /// Closes all connections in order, ends all serving tasks and lets go of the node's logic. Again is harmless.
     pub async fn shutdown(&self) {
         let (reply, done) = oneshot::channel();

@@ -21,6 +21,8 @@ const REDIALS_PER_TICK: usize = 2;
 const FORMER_PEERS_MAX: usize = 64;
 /// How long a node of another mesh stays connected, so that it learns why it is refused.
 const FOREIGNER_LIMIT: Duration = Duration::from_secs(1);
+/// Longest agent text that is kept of a peer.
+const AGENT_CHARS_MAX: usize = 64;
 /// Pings that must fail in a row before a connection is given up.
 const PING_FAILURES_MAX: u32 = 2;
 
@@ -246,6 +248,7 @@ impl Driver {
         cause: Option<ConnectionError>,
     ) {
         self.ping_failures.remove(&connection);
+        self.runs.remove(&connection);
         let remote = self.remotes.remove(&connection);
         let Some(node) = node_id_of(&peer) else { return };
         if left > 0 {
@@ -294,6 +297,7 @@ impl Driver {
         }
         self.shared.learn(node, usable, Source::Identify);
         self.discovery.on_identified(node, info);
+        self.close_former_lives(node, connection, &info.agent_version);
         if !link.is_confirmed() {
             link.confirm();
             tracing::info!(peer = %node, agent = %info.agent_version, "peer joined");
@@ -305,6 +309,20 @@ impl Driver {
         self.shared.forget_reports(node);
         self.dials.succeed(node);
         self.announce_connections();
+    }
+
+    /// A peer whose process was killed and is back has a new run. QUIC cannot tell (quinn's endpoints know only connection
+    /// ids of their own run, so that the new process is silent to the old connection), so its old connections would be
+    /// given up after 10 s of silence only, and with them what waits on their streams.
+    fn close_former_lives(&mut self, node: NodeId, connection: ConnectionId, agent: &str) {
+        let run: String = agent.chars().take(AGENT_CHARS_MAX).collect();
+        let former = |(c, (n, r)): &(&ConnectionId, &(NodeId, String))| *n == node && **c < connection && *r != run;
+        let former: Vec<ConnectionId> = self.runs.iter().filter(former).map(|(c, _)| *c).collect();
+        self.runs.insert(connection, (node, run));
+        for old in former {
+            tracing::debug!(peer = %node.short(), "it was restarted; a connection to its former process is closed");
+            self.swarm.close_connection(old);
+        }
     }
 
     fn refuse_foreigner(&mut self, node: NodeId, connection: ConnectionId, mesh: &str) {
@@ -325,6 +343,15 @@ impl Driver {
         for node in gone {
             self.foreigners.remove(&node);
             let _ = self.swarm.disconnect_peer_id(peer_id_of_known(node));
+        }
+    }
+
+    /// Closes all connections to `node`: what waits on their streams fails at once. It may be dialled again.
+    pub(crate) fn disconnect(&mut self, node: NodeId, why: &str) {
+        let Ok(peer) = peer_id_of(node) else { return };
+        if self.swarm.is_connected(&peer) {
+            tracing::debug!(peer = %node.short(), %why, "its connections are closed");
+            let _ = self.swarm.disconnect_peer_id(peer);
         }
     }
 

@@ -32,6 +32,8 @@ pub(crate) enum Command {
     Publish { topic: Topic, body: Vec<u8> },
     /// A peer misbehaved.
     Penalise { node: NodeId, points: f64, why: String },
+    /// Close all connections to a peer.
+    Disconnect { node: NodeId, why: String },
     /// What is the peer's score?
     Score { node: NodeId, reply: oneshot::Sender<Option<f64>> },
     /// Close everything.
