@@ -22,11 +22,13 @@ pub mod ledger;
 pub mod manifest;
 pub mod placement;
 pub mod record;
+pub mod repair;
 pub mod rollout;
 pub mod signed;
 pub mod task;
 pub mod time;
 pub mod timeline;
+pub mod transfer;
 pub mod wire;
 
 pub use ids::{

@@ -347,6 +347,7 @@ impl World {
             term,
             version,
             weights: Manifest::of(&version.0.to_le_bytes()),
+            weights_delta: None,
             optimizer_state: None,
             holders: vec![client_id(0)],
             consumed: consumed.clone(),

@@ -1,9 +1,9 @@
 //! Models that this node serves: weights follow the committed version, generation streams are answered.
 
 use crate::blobs::{BlobError, Blobs};
-use crate::transport::{FrameRecv, FrameSend, FrameStream};
 use crate::compute::{Compute, Engine};
 use crate::runtime::{Stopped, blocking};
+use crate::transport::{FrameRecv, FrameSend, FrameStream};
 use crate::watch;
 use starling_engine::{
     EngineError, FinishReason as EngineFinish, GenerateRequest, SampledToken, SamplingParams, TokenSink,
@@ -152,7 +152,7 @@ impl Hosting {
         weights: &Manifest,
         peers: &[NodeId],
     ) -> Result<(), HostError> {
-        let bytes = self.blobs.fetch(weights, peers).await?;
+        let bytes = self.blobs.fetch_either_way(weights, state.weights_delta.as_ref(), peers).await?;
         let hosted = self.get(model);
         let config = if hosted.is_some() {
             None

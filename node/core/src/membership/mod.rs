@@ -27,8 +27,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::runtime::spawn;
-use crate::watch::{self, lock};
 use crate::transport::{InboundError, SharedTransport, Verdict};
+use crate::watch::{self, lock};
 use driver::{Driver, Input};
 use identity::Identity;
 use records::Table;
@@ -258,6 +258,11 @@ impl Membership {
     #[must_use]
     pub fn live_holders(&self) -> Vec<NodeId> {
         lock(&self.inner.table).live_records().filter(|r| r.holds_rollouts()).map(|r| r.node).collect()
+    }
+    /// Live nodes that hold rollouts and weights for others and take more, ascending.
+    #[must_use]
+    pub fn live_takers(&self) -> Vec<NodeId> {
+        lock(&self.inner.table).live_records().filter(|r| r.takes_rollouts()).map(|r| r.node).collect()
     }
     /// Live servers, ascending.
     #[must_use]
