@@ -6,3 +6,4 @@ pub mod job;
 pub mod node;
 pub mod rollout;
 pub mod status;
+pub mod store;
