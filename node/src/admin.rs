@@ -1,5 +1,6 @@
 //! HTTP for the command line and the operator: `/starling/v1`, behind the admin token.
 
+use crate::admin_store;
 use crate::commands::job::SubmitReport;
 use crate::job_file::Submission;
 use crate::run::Node;
@@ -30,13 +31,16 @@ const MESH_NAME: &str = "starling";
 pub struct AdminError(StatusCode, String);
 
 impl AdminError {
-    fn bad(e: impl ToString) -> Self {
+    pub(crate) fn bad(e: impl ToString) -> Self {
         Self(StatusCode::BAD_REQUEST, e.to_string())
     }
-    fn missing(e: impl ToString) -> Self {
+    pub(crate) fn missing(e: impl ToString) -> Self {
         Self(StatusCode::NOT_FOUND, e.to_string())
     }
-    fn failed(e: impl ToString) -> Self {
+    pub(crate) fn conflict(e: impl ToString) -> Self {
+        Self(StatusCode::CONFLICT, e.to_string())
+    }
+    pub(crate) fn failed(e: impl ToString) -> Self {
         Self(StatusCode::SERVICE_UNAVAILABLE, e.to_string())
     }
 }
@@ -47,7 +51,7 @@ impl IntoResponse for AdminError {
     }
 }
 
-type Answer<T = Value> = Result<Json<T>, AdminError>;
+pub(crate) type Answer<T = Value> = Result<Json<T>, AdminError>;
 
 /// The routes.
 pub fn router(node: Node, token: String) -> axum::Router {
@@ -61,6 +65,8 @@ pub fn router(node: Node, token: String) -> axum::Router {
         .route("/models/{*model}", get(model_status))
         .route("/steps/{*model}", get(model_steps))
         .route("/checkpoints/{*model}", post(export))
+        .route("/store", get(admin_store::store))
+        .route("/drain", get(admin_store::drain_report).post(admin_store::drain))
         .route("/rollouts", get(list_rollouts))
         .route("/rollouts/{id}", get(show_rollout))
         .layer(middleware::from_fn(move |req, next| authorize(token.clone(), req, next)))
@@ -115,6 +121,8 @@ async fn status(State(node): State<Node>) -> Json<Value> {
         waits.push("no model is known yet: submit a job".into());
     }
     waits.extend(node.backend.client().waits());
+    let (holding, troubles) = admin_store::holding(&node);
+    waits.extend(troubles);
     for m in &models {
         for key in ["wait", "activity"] {
             match m.get(key) {
@@ -138,7 +146,7 @@ async fn status(State(node): State<Node>) -> Json<Value> {
         "agents": runner,
         "episodes_open": node.gateway.running().len(),
         "client": node.backend.client().counts(),
-        "store_bytes": core.store().size_bytes().unwrap_or(0),
+        "store": holding,
         "doing": waits,
     }))
 }

@@ -44,6 +44,9 @@ pub enum Command {
     /// List and show rollouts in this node's store.
     #[command(subcommand)]
     Rollout(RolloutCommand),
+    /// What is in this node's store, whether it is intact, and deleting what is of no use.
+    #[command(subcommand)]
+    Store(StoreCommand),
     /// Save a model's committed weights as a Hugging Face folder.
     #[command(subcommand)]
     Checkpoint(CheckpointCommand),
@@ -96,6 +99,13 @@ pub struct RunArgs {
     /// Threads of generation and training. Default: the number of cores.
     #[arg(long)]
     pub threads: Option<usize>,
+    /// Most bytes that the store may take up, e.g. 20GiB. Then the node takes nothing more to hold, and serves what it
+    /// has. Default: what the disk has, less 128 MiB.
+    #[arg(long, value_name = "SIZE")]
+    pub store_quota: Option<String>,
+    /// How long rollouts are kept after a step consumed them, e.g. 36h.
+    #[arg(long, default_value = "1d", value_name = "TIME")]
+    pub rollouts_kept: String,
     /// Look for peers on the local network by mDNS.
     #[arg(long)]
     pub mdns: bool,
@@ -129,6 +139,35 @@ pub enum NodeCommand {
     /// The nodes that the running node knows.
     #[command(after_help = "Example:\n  starling node list --json")]
     List,
+    /// Hand what the running node holds to others; returns when it may be stopped.
+    ///
+    /// It takes no new claims, generations, rollouts or weights from then on. Refused when no other node can take over.
+    #[command(after_help = "Example:\n  starling node drain && kill $(pidof starling)")]
+    Drain,
+}
+
+/// `store`.
+#[derive(Debug, Subcommand)]
+pub enum StoreCommand {
+    /// Counts and sizes; of a running node too.
+    #[command(after_help = "Example:\n  starling store stat --json")]
+    Stat,
+    /// Read and check everything in a stopped node's store; set aside what is corrupt.
+    ///
+    /// Exit code 1 when something is missing or broken that the store alone cannot mend.
+    #[command(after_help = "Example:\n  starling store fsck --data ~/.starling")]
+    Fsck,
+    /// Delete from a stopped node's store what is of no use, and give the space back.
+    #[command(after_help = "Example:\n  starling store gc --rollouts-kept 1h")]
+    Gc {
+        /// Delete rollouts that a step consumed longer ago than this.
+        #[arg(long, default_value = "1d", value_name = "TIME")]
+        rollouts_kept: String,
+        /// Also delete chunks that no model in this store names. Not while a step may be under way: its weights lie here
+        /// before it is in the log.
+        #[arg(long)]
+        orphans: bool,
+    },
 }
 
 /// `job`.
@@ -235,6 +274,8 @@ pub enum BenchName {
     Generation,
     /// Trained tokens per second.
     Training,
+    /// Weights from one, two and four holders.
+    Transfer,
     /// All of them.
     All,
 }

@@ -1,6 +1,7 @@
 //! The `starling` program: configuration, the running node, HTTP, and the command line.
 
 pub mod admin;
+mod admin_store;
 pub mod backend;
 pub mod bench;
 pub mod cli;
@@ -15,6 +16,7 @@ pub mod model_files;
 pub mod pretrain;
 pub mod run;
 pub mod settings;
+pub mod units;
 
 use serde::Serialize;
 use std::fmt;

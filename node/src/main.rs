@@ -1,12 +1,16 @@
 //! The `starling` binary.
 
+use anyhow::Context;
 use clap::Parser;
 use starling_bootstrap::ticket::Ticket;
-use starling_node::cli::{CheckpointCommand, Cli, Command, JobCommand, NodeCommand, RolloutCommand, RunArgs};
+use starling_node::cli::{
+    CheckpointCommand, Cli, Command, JobCommand, NodeCommand, RolloutCommand, RunArgs, StoreCommand,
+};
 use starling_node::commands::client::AdminClient;
-use starling_node::commands::{checkpoint, job, node, rollout, sim, status};
+use starling_node::commands::{checkpoint, job, node, rollout, sim, status, store};
 use starling_node::data_dir::DataDir;
 use starling_node::settings::RunSettings;
+use starling_node::units::parse_time;
 use starling_node::{BadInput, bench, demo, pretrain, run};
 use std::path::Path;
 use std::process::ExitCode;
@@ -51,6 +55,13 @@ async fn execute(cli: Cli) -> anyhow::Result<ExitCode> {
         }
         Command::Node(NodeCommand::Run(args)) => run_node(&data()?, &args, None).await?,
         Command::Node(NodeCommand::List) => node::list(&client()?, json).await?,
+        Command::Node(NodeCommand::Drain) => node::drain(&client()?, json).await?,
+        Command::Store(StoreCommand::Stat) => store::stat(&data()?, json).await?,
+        Command::Store(StoreCommand::Fsck) => return tokio::task::block_in_place(|| store::fsck(&data()?, json)),
+        Command::Store(StoreCommand::Gc { rollouts_kept, orphans }) => {
+            let kept = parse_time(&rollouts_kept).context("--rollouts-kept").map_err(BadInput::wrap)?;
+            tokio::task::block_in_place(|| store::gc(&data()?, kept, orphans, json))?;
+        }
         Command::Status => status::status(&client()?, json).await?,
         Command::Job(JobCommand::Submit { file }) => job::submit(&client()?, &file, json).await?,
         Command::Job(JobCommand::List) => job::list(&client()?, json).await?,

@@ -15,13 +15,14 @@ use starling_bootstrap::ticket::{Ticket, parse_address};
 use starling_core::client::{Client, ClientConfig};
 use starling_core::compute::{LocalCompute, TrainerOptions};
 use starling_core::consensus::GroupConfig;
+use starling_core::maintenance::MaintenanceConfig;
 use starling_core::membership::{MemberEvent, MembershipConfig};
 use starling_core::transport::Transport;
 use starling_core::{CoreConfig, Dispatch, NodeCore};
 use starling_engine::{Device, InferenceOptions};
 use starling_gateway::{Gateway, GatewayConfig};
 use starling_mesh::{Mesh, MeshConfig};
-use starling_protocol::record::{NodeRecord, Role};
+use starling_protocol::record::{Intake, NodeRecord, Role};
 use starling_protocol::{Hash, NodeId, Timestamp};
 use starling_storage::{RocksOptions, RocksStore, SharedStore};
 use std::sync::Arc;
@@ -76,8 +77,8 @@ pub async fn run(data: DataDir, settings: RunSettings, ticket: Option<Ticket>) -
     let shutdown = CancellationToken::new();
     let identity = Identity::load_or_create(data.path())?;
     let mesh_file = mesh_of(&data, ticket)?;
-    let store: SharedStore =
-        Arc::new(RocksStore::open(data.store(), &RocksOptions::default()).context("cannot open the store")?);
+    let options = RocksOptions { quota_bytes: settings.store_quota_bytes, ..RocksOptions::default() };
+    let store: SharedStore = Arc::new(RocksStore::open(data.store(), &options).context("cannot open the store")?);
     let token = data.admin_token()?;
 
     let mut config = MeshConfig::new(identity.clone(), mesh_file.network);
@@ -224,8 +225,10 @@ fn core_config(settings: &RunSettings, mesh: &Mesh) -> CoreConfig {
             models: Vec::new(),
             storage_free_bytes: 0,
             agent_slots: 0,
+            intake: Intake::Open,
         },
         membership: MembershipConfig::default(),
+        maintenance: MaintenanceConfig { rollouts_kept: settings.rollouts_kept, ..MaintenanceConfig::default() },
         groups: GroupConfig { witness: !settings.roles.contains(&Role::Server), ..GroupConfig::default() },
         compute: Arc::new(LocalCompute {
             device: Device::Cpu,

@@ -1,6 +1,7 @@
 //! What was typed, turned into what a node runs with; every refusal names the option.
 
 use crate::cli::{AgentModeArg, RunArgs};
+use crate::units::{parse_bytes, parse_time};
 use anyhow::{Context, bail};
 use libp2p::Multiaddr;
 use starling_agents::{AgentMode, RunnerConfig};
@@ -9,6 +10,9 @@ use starling_protocol::record::Role;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
+
+/// A store with 64 MiB of log and blob files of 64 MiB needs some room to collect garbage in.
+const STORE_QUOTA_BYTES_MIN: u64 = 256 << 20;
 
 /// A node's settings, checked.
 #[derive(Debug, Clone)]
@@ -33,6 +37,10 @@ pub struct RunSettings {
     pub threads: usize,
     /// Look on the local network.
     pub mdns: bool,
+    /// Most bytes of the store.
+    pub store_quota_bytes: Option<u64>,
+    /// How long consumed rollouts are kept.
+    pub rollouts_kept: Duration,
 }
 
 impl RunSettings {
@@ -60,6 +68,12 @@ impl RunSettings {
         if args.slots == 0 || args.slots > 1024 {
             bail!("--slots: expected 1 to 1024, got {}", args.slots);
         }
+        let store_quota_bytes = args.store_quota.as_deref().map(parse_bytes).transpose().context("--store-quota")?;
+        if let Some(bytes) = store_quota_bytes.filter(|b| *b < STORE_QUOTA_BYTES_MIN) {
+            bail!(
+                "--store-quota: expected at least 256MiB, which the store's own log and files need, got {bytes} bytes"
+            );
+        }
         let is_client = roles.contains(&Role::Client);
         if args.agent.is_some() && !is_client {
             bail!("--agent: only with the client role, add --role client");
@@ -77,6 +91,8 @@ impl RunSettings {
             models: args.models.iter().map(|m| m.parse()).collect::<Result<_, _>>().context("--models")?,
             threads: args.threads.unwrap_or(cores).clamp(1, 256),
             mdns: args.mdns,
+            store_quota_bytes,
+            rollouts_kept: parse_time(&args.rollouts_kept).context("--rollouts-kept")?,
         })
     }
 }

@@ -6,7 +6,7 @@
 use crate::assignment::EvalPhase;
 use crate::ids::{JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term};
 use crate::job::JobSpec;
-use crate::manifest::Manifest;
+use crate::manifest::{DeltaManifest, Manifest};
 use crate::time::Timestamp;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::collections::{BTreeMap, BTreeSet};
@@ -57,6 +57,8 @@ pub struct StepCommitted {
     pub version: PolicyVersion,
     /// The new weights, safetensors.
     pub weights: Manifest,
+    /// A shorter way to them for nodes that have the former ones; `weights` is the truth.
+    pub weights_delta: Option<DeltaManifest>,
     /// The optimizer's state after the step, if kept with this one.
     pub optimizer_state: Option<Manifest>,
     /// Nodes that held the weights durably before the step was proposed.
@@ -324,6 +326,8 @@ pub struct ModelState {
     pub files: ModelFiles,
     /// Weights of the current version.
     pub weights: Option<Manifest>,
+    /// How they follow from those of the version before, if that was published.
+    pub weights_delta: Option<DeltaManifest>,
     /// The current version.
     pub version: PolicyVersion,
     /// Term that committed it.
@@ -343,6 +347,15 @@ impl ModelState {
     #[must_use]
     pub fn running_job(&self) -> Option<&JobState> {
         self.jobs.iter().find(|j| j.end.is_none())
+    }
+
+    /// The manifests that must not get lost: weights, optimizer state, files, and the task sets of jobs that are not
+    /// over. The delta is not among them: it is only a shorter way.
+    pub fn needed_manifests(&self) -> impl Iterator<Item = &Manifest> {
+        let tasks = self.jobs.iter().filter(|j| j.end.is_none()).flat_map(|j| &j.spec.tasks);
+        let tasks = tasks.flat_map(|t| std::iter::once(&t.train).chain(&t.heldout));
+        let optimizer = self.optimizer_state.iter().map(|(_, m)| m);
+        self.weights.iter().chain(optimizer).chain(self.files.values()).chain(tasks)
     }
 
     fn job_mut(&mut self, job: JobId) -> Result<&mut JobState, Refusal> {
@@ -435,6 +448,7 @@ impl ModelState {
         self.version = step.version;
         self.version_term = step.term;
         self.weights = Some(step.weights.clone());
+        self.weights_delta.clone_from(&step.weights_delta);
         if let Some(m) = &step.optimizer_state {
             self.optimizer_state = Some((step.version, m.clone()));
         }

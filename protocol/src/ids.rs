@@ -114,6 +114,17 @@ impl Hash {
     pub fn of(bytes: &[u8]) -> Self {
         Self(*blake3::hash(bytes).as_bytes())
     }
+    /// blake3 of the parts one after another, which need not lie in memory together.
+    ///
+    /// # Errors
+    /// The first error among the parts.
+    pub fn of_parts<E>(parts: impl IntoIterator<Item = Result<Vec<u8>, E>>) -> Result<Self, E> {
+        let mut hasher = blake3::Hasher::new();
+        for part in parts {
+            hasher.update(&part?);
+        }
+        Ok(Self(*hasher.finalize().as_bytes()))
+    }
 }
 
 /// Leadership number of a model's Raft group; also the fencing token.

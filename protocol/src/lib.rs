@@ -23,11 +23,13 @@ pub mod manifest;
 pub mod placement;
 pub mod planted;
 pub mod record;
+pub mod repair;
 pub mod rollout;
 pub mod signed;
 pub mod task;
 pub mod time;
 pub mod timeline;
+pub mod transfer;
 pub mod wire;
 
 pub use ids::{

@@ -20,6 +20,15 @@ pub struct Manifest {
     pub chunks: Vec<Hash>,
 }
 
+/// How the bytes of one manifest follow from those of another: the second way to get them, with less to send.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeltaManifest {
+    /// What must be here already, whole.
+    pub base: Manifest,
+    /// The delta's own bytes: zstd of the XOR of both, see `starling_storage::delta`.
+    pub patch: Manifest,
+}
+
 /// Why a manifest or what was assembled from it is refused. Permanent; the sender's fault.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestError {

@@ -47,6 +47,19 @@ pub struct HostedModel {
     pub queue: u32,
 }
 
+/// Whether a holder takes what others ask it to hold. Whatever it says, it serves what it has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Intake {
+    /// It takes rollouts and weights.
+    #[default]
+    Open,
+    /// Its quota or its disk is used up. It counts as a holder that should take a copy and cannot.
+    Full,
+    /// It is about to leave: placement skips it, and its copies do not count.
+    Draining,
+}
+
 /// What a node says of itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct NodeRecord {
@@ -68,10 +81,12 @@ pub struct NodeRecord {
     pub cores: u32,
     /// Models that it serves.
     pub models: Vec<HostedModel>,
-    /// Free space for rollouts and weights, in bytes.
+    /// Bytes of rollouts and weights that it may still take: below its quota and its disk's reserve.
     pub storage_free_bytes: u64,
     /// Agents that it runs at once; 0 without the client role.
     pub agent_slots: u32,
+    /// Whether it takes more to hold.
+    pub intake: Intake,
 }
 
 impl NodeRecord {
@@ -84,6 +99,11 @@ impl NodeRecord {
     #[must_use]
     pub fn holds_rollouts(&self) -> bool {
         self.has(Role::Server) || self.has(Role::Witness)
+    }
+    /// Whether the node holds rollouts and takes more.
+    #[must_use]
+    pub fn takes_rollouts(&self) -> bool {
+        self.holds_rollouts() && self.intake == Intake::Open
     }
 }
 

@@ -6,7 +6,7 @@
 use crate::assignment::{Assignment, HeldLease};
 use crate::control::ControlEntry;
 use crate::ids::{EpisodeId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term};
-use crate::manifest::Manifest;
+use crate::manifest::{DeltaManifest, Manifest};
 use crate::record::SignedRecord;
 use crate::rollout::{FinishReason, Receipt};
 use serde::{Deserialize, Serialize};
@@ -130,7 +130,13 @@ pub enum RolloutCall {
         /// At most this many.
         limit: u32,
     },
+    /// Which of these do you hold, and which does your log say are consumed? At most [`HAVE_MAX`].
+    Have(Vec<RolloutId>),
 }
+
+/// Most ids in a [`RolloutCall::Have`] or hashes in a [`BlobCall::Have`]: 64 Ki × 33 bytes = 2.1 MiB, so the chunks
+/// of the longest manifest fit into one call.
+pub const HAVE_MAX: usize = 1 << 16;
 
 /// From a holder.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -141,6 +147,13 @@ pub enum RolloutReply {
     Bodies(Vec<serde_bytes::ByteBuf>),
     /// Ids, ascending.
     Ids(Vec<RolloutId>),
+    /// Of those asked for, in the order asked.
+    Have {
+        /// They lie durably here.
+        held: Vec<RolloutId>,
+        /// A step of a model whose group this node is in consumed them, whether or not they are still here.
+        consumed: Vec<RolloutId>,
+    },
     /// The store cannot take it, and why (disk full, quota).
     Refused(String),
 }
@@ -156,7 +169,11 @@ pub enum BlobCall {
         manifests: Vec<Manifest>,
         /// Who has it.
         from: NodeId,
+        /// A shorter way to the first one, if there is one.
+        delta: Option<DeltaManifest>,
     },
+    /// Which of these chunks do you not have? At most [`HAVE_MAX`].
+    Have(Vec<Hash>),
 }
 
 /// From a holder of weights and files.
@@ -168,6 +185,8 @@ pub enum BlobReply {
     Missing(Hash),
     /// All of it lies durably here now.
     Held,
+    /// Of the chunks asked for, these are not here.
+    Lacks(Vec<Hash>),
     /// It could not be fetched or stored, and why.
     Refused(String),
 }

@@ -87,6 +87,13 @@ pub enum Event {
         /// Which.
         rollout: RolloutId,
     },
+    /// Bits flipped in a rollout on a node's disk.
+    Rotted {
+        /// Where.
+        node: NodeIx,
+        /// Which.
+        rollout: RolloutId,
+    },
     /// A node's disk says that a rollout is used up.
     MarkedConsumed {
         /// Where.
@@ -198,6 +205,7 @@ impl Event {
             | Self::Stored { node, .. }
             | Self::Synced { node }
             | Self::Deleted { node, .. }
+            | Self::Rotted { node, .. }
             | Self::MarkedConsumed { node, .. }
             | Self::Granted { node, .. }
             | Self::Released { node, .. }

@@ -22,7 +22,7 @@ pub struct RolloutFacts {
     pub durable: BTreeSet<NodeIx>,
     /// On these disks, not synced yet.
     pub written: BTreeSet<NodeIx>,
-    /// Disks that had it durably and were lost.
+    /// Durable copies that were lost with their disk, or rotted.
     pub destroyed: u32,
     /// Consumed by this version, first seen.
     pub consumed_by: Option<PolicyVersion>,
@@ -153,6 +153,13 @@ impl Oracle {
                 let facts = self.rollouts.entry(*rollout).or_default();
                 facts.written.remove(node);
                 facts.durable.remove(node);
+            }
+            Event::Rotted { node, rollout } => {
+                let facts = self.rollouts.entry(*rollout).or_default();
+                facts.written.remove(node);
+                if facts.durable.remove(node) {
+                    facts.destroyed += 1;
+                }
             }
             Event::Granted { .. } => self.counts.episodes += 1,
             Event::Sealed { rollout, model, oldest, forged, .. } => {

@@ -136,11 +136,7 @@ fn outcome(scenario: String, seed: u64, ended: Ended) -> Outcome {
 
 /// Runs every (scenario, seed) of `plan` on `threads` threads, and tells each outcome as it comes. Stops early when
 /// `go_on` says no. Outcomes come back in the plan's order.
-pub fn run_all(
-    plan: &[(Arc<Scenario>, u64)],
-    threads: usize,
-    go_on: impl Fn(&Outcome) -> bool + Sync,
-) -> Vec<Outcome> {
+pub fn run_all(plan: &[(Arc<Scenario>, u64)], threads: usize, go_on: impl Fn(&Outcome) -> bool + Sync) -> Vec<Outcome> {
     let next = AtomicUsize::new(0);
     let done: Mutex<BTreeMap<usize, Outcome>> = Mutex::default();
     std::thread::scope(|s| {

@@ -43,8 +43,10 @@ pub struct ForkedVersion {
 pub struct AuditReport {
     /// Rollouts that were acknowledged.
     pub acknowledged: usize,
-    /// Acknowledged ones of which no store has an intact copy. Must be empty.
+    /// Acknowledged ones of which no store has an intact copy, and which no step consumed. Must be empty.
     pub lost: Vec<RolloutId>,
+    /// Acknowledged ones that a step consumed and whose last copy was deleted afterwards, as it may be.
+    pub consumed_and_deleted: usize,
     /// Rollouts with an intact copy in some store, acknowledged or not.
     pub held: usize,
     /// Rollouts consumed by some step.
@@ -96,18 +98,28 @@ pub fn audit(
         }
     }
     report.acknowledged = promised.len();
+    report.held = held.len();
+    report.steps = steps.len();
+    let consumed = audit_steps(&steps, &mut report);
     for id in promised {
-        if !held.contains(&id) && !held_by_any(stores, id)? {
+        if held.contains(&id) || held_by_any(stores, id)? {
+            continue;
+        }
+        // Only a step says that it may be gone: the consumed set is derived, and no store's word for it counts.
+        if consumed.contains(&id) {
+            report.consumed_and_deleted += 1;
+        } else {
             report.lost.push(id);
         }
     }
-    report.held = held.len();
-    report.steps = steps.len();
-    audit_steps(&steps, &mut report);
     Ok(report)
 }
 
-fn audit_steps(steps: &BTreeMap<(ModelName, PolicyVersion), Vec<StepCommitted>>, report: &mut AuditReport) {
+/// Fills in what the steps say; returns every rollout that one consumed.
+fn audit_steps(
+    steps: &BTreeMap<(ModelName, PolicyVersion), Vec<StepCommitted>>,
+    report: &mut AuditReport,
+) -> BTreeSet<RolloutId> {
     let mut uses: BTreeMap<RolloutId, Vec<(ModelName, PolicyVersion)>> = BTreeMap::new();
     for ((model, version), variants) in steps {
         if variants.len() > 1 {
@@ -131,7 +143,9 @@ fn audit_steps(steps: &BTreeMap<(ModelName, PolicyVersion), Vec<StepCommitted>>,
         }
     }
     report.consumed = uses.len();
+    let consumed = uses.keys().copied().collect();
     report.consumed_twice = uses.into_iter().filter(|(_, versions)| versions.len() > 1).collect();
+    consumed
 }
 
 /// A scan that ended at a corrupt block may have missed a good copy behind it.

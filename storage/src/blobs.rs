@@ -1,7 +1,8 @@
 //! Content-addressed chunks of weights and files. What is read is what was written, or an error.
 
 use crate::error::StoreError;
-use crate::store::{Batch, Durability, Family, Store};
+use crate::schema::{hash_at_end, successor};
+use crate::store::{Batch, Durability, Family, KeyValue, Store};
 use starling_protocol::Hash;
 use starling_protocol::manifest::{Manifest, ManifestError};
 use std::collections::BTreeSet;
@@ -17,9 +18,23 @@ const CHUNKS_PER_WRITE: usize = 4;
 pub fn put_blob(store: &dyn Store, bytes: &[u8], durability: Durability) -> Result<Hash, StoreError> {
     let hash = Hash::of(bytes);
     let mut batch = Batch::new();
-    put_if_new(store, &mut batch, Family::Blobs, hash, bytes)?;
+    add_blob(store, &mut batch, hash, bytes)?;
     store.write(batch, durability)?;
     Ok(hash)
+}
+
+/// Stores blobs whose hashes the caller has just checked, in one write. Unlike [`put_blob`] it does not look whether
+/// they are here already: for chunks that are known to be missing, which must not be read, compared and copied again.
+///
+/// # Errors
+/// As [`Store::write`]; then none is stored.
+pub fn put_new_blobs(store: &dyn Store, blobs: Vec<(Hash, Vec<u8>)>, durability: Durability) -> Result<(), StoreError> {
+    let mut batch = Batch::new();
+    for (hash, bytes) in blobs {
+        batch.put(Family::BlobIndex, hash.0, (bytes.len() as u64).to_be_bytes());
+        batch.put(Family::Blobs, hash.0, bytes);
+    }
+    store.write(batch, durability)
 }
 
 /// The blob, whose hash was checked just now.
@@ -30,12 +45,27 @@ pub fn get_blob(store: &dyn Store, hash: Hash) -> Result<Option<Vec<u8>>, StoreE
     get_checked(store, Family::Blobs, hash)
 }
 
-/// Whether a blob is there, and not corrupt as far as the database's checksum tells.
+/// Whether a blob is here, by the index; does not read it.
 ///
 /// # Errors
 /// As [`Store::get`].
 pub fn has_blob(store: &dyn Store, hash: Hash) -> Result<bool, StoreError> {
-    Ok(store.get(Family::Blobs, &hash.0)?.is_some())
+    Ok(store.get(Family::BlobIndex, &hash.0)?.is_some())
+}
+
+/// Hashes and lengths of the blobs here, by the index: ascending, at most `limit`, after `after`.
+///
+/// # Errors
+/// [`StoreError::Corrupt`] for a row that is none; else as [`Store::get`].
+pub fn list_blobs(store: &dyn Store, after: Option<Hash>, limit: usize) -> Result<Vec<(Hash, u64)>, StoreError> {
+    let from = after.map_or_else(Vec::new, |h| successor(&h.0));
+    let rows = store.scan(Family::BlobIndex, &from, None, limit)?;
+    let row = |(key, value): KeyValue| {
+        let hash = hash_at_end(&key).filter(|_| key.len() == 32);
+        let len = value.as_slice().try_into().ok().map(u64::from_be_bytes);
+        hash.zip(len).ok_or_else(|| StoreError::corrupt(Family::BlobIndex, &key, "not a hash and a length"))
+    };
+    rows.into_iter().map(row).collect()
 }
 
 /// Stores `bytes` as chunks. When this returns, all of them are durable, by one sync; before, any of them may
@@ -47,10 +77,12 @@ pub fn put_manifest_bytes(store: &dyn Store, bytes: &[u8]) -> Result<Manifest, S
     let manifest = Manifest::of(bytes);
     let mut todo = manifest.chunks.iter().zip(Manifest::chunks_of(bytes)).peekable();
     let mut batch = Batch::new();
+    let mut in_batch = 0;
     while let Some((hash, chunk)) = todo.next() {
-        put_if_new(store, &mut batch, Family::Blobs, *hash, chunk)?;
-        if batch.ops().len() == CHUNKS_PER_WRITE && todo.peek().is_some() {
+        in_batch += usize::from(add_blob(store, &mut batch, *hash, chunk)?);
+        if in_batch == CHUNKS_PER_WRITE && todo.peek().is_some() {
             store.write(std::mem::take(&mut batch), Durability::Buffered)?;
+            in_batch = 0;
         }
     }
     // A synced write makes the buffered ones before it durable too.
@@ -103,9 +135,19 @@ pub fn missing_chunks(store: &dyn Store, manifest: &Manifest) -> Result<Vec<Hash
 pub fn delete_blobs(store: &dyn Store, hashes: impl IntoIterator<Item = Hash>) -> Result<(), StoreError> {
     let mut batch = Batch::new();
     for hash in hashes {
+        batch.delete(Family::BlobIndex, hash.0);
         batch.delete(Family::Blobs, hash.0);
     }
     store.write(batch, Durability::Buffered)
+}
+
+/// Adds a blob and its index row; tells whether the blob was not here.
+fn add_blob(store: &dyn Store, batch: &mut Batch, hash: Hash, bytes: &[u8]) -> Result<bool, StoreError> {
+    let new = put_if_new(store, batch, Family::Blobs, hash, bytes)?;
+    if new || !has_blob(store, hash)? {
+        batch.put(Family::BlobIndex, hash.0, (bytes.len() as u64).to_be_bytes());
+    }
+    Ok(new)
 }
 
 /// Adds a put to `batch` unless the same bytes are stored; tells whether it did.

@@ -33,6 +33,17 @@ pub enum StoreError {
         /// What this kind of data must leave free.
         reserve_bytes: u64,
     },
+    /// The store holds as many bytes as it was allowed to. Nothing changed, reads and deletes work. Retryable once
+    /// something was deleted or the quota raised; nobody's fault.
+    #[error("quota of store {path} reached: {used_bytes} bytes used, {quota_bytes} allowed")]
+    QuotaReached {
+        /// The store's directory.
+        path: PathBuf,
+        /// Taken up now.
+        used_bytes: u64,
+        /// The most it may take up.
+        quota_bytes: u64,
+    },
     /// A stored value is not what was written, by the database's checksum or by its hash. Nothing changed and
     /// nothing wrong was returned. Not retryable here: fetch the value from another holder and put it again,
     /// which replaces the bad copy.
@@ -138,7 +149,14 @@ impl StoreError {
     /// Whether the same call may succeed later without repair of the store.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
-        matches!(self, Self::Locked { .. } | Self::DiskFull { .. } | Self::Database { .. } | Self::Io { .. })
+        matches!(
+            self,
+            Self::Locked { .. }
+                | Self::DiskFull { .. }
+                | Self::QuotaReached { .. }
+                | Self::Database { .. }
+                | Self::Io { .. }
+        )
     }
 
     pub(crate) fn corrupt(family: Family, key: &[u8], reason: impl Into<String>) -> Self {

@@ -12,9 +12,12 @@
 //! | [`rollouts`] | sealed envelopes, indexed by job | blake3 of the envelope |
 //! | [`consumed`] | which step used a rollout up | rollout id |
 //! | [`acknowledged`] | what this gateway promised to keep | rollout id |
+//! | [`quarantine`] | what was found corrupt | family, key |
 //! | [`steps`] | committed steps, for audits | model, version |
 //! | [`raft_log`] | log and metadata of a Raft group | model, index |
 //! | [`mod@audit`] | nothing; compares the stores of many nodes | |
+//! | [`fsck`] | nothing; reads all of one store and mends it | |
+//! | [`delta`] | nothing; new weights from old ones | |
 //!
 //! All functions block: call them from a blocking thread. None keeps state of its own, so a store may be
 //! shared freely; a write that returned with [`Durability::Synced`] is there after any crash.
@@ -23,13 +26,17 @@ pub mod acknowledged;
 pub mod audit;
 pub mod blobs;
 pub mod consumed;
+pub mod delta;
 mod disk;
 pub mod error;
+pub mod fsck;
 pub mod memory;
+pub mod quarantine;
 pub mod raft_log;
 pub mod rocks;
 pub mod rollouts;
 pub mod schema;
+pub mod stat;
 pub mod steps;
 pub mod store;
 #[doc(hidden)]
@@ -38,6 +45,7 @@ pub mod suite;
 pub use acknowledged::Acknowledged;
 pub use audit::{AuditReport, audit};
 pub use error::StoreError;
+pub use fsck::{Finding, FsckReport, fsck};
 pub use memory::MemoryStore;
 pub use raft_log::{RaftLog, RaftMeta};
 pub use rocks::{RocksOptions, RocksStore};

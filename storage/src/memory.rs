@@ -163,6 +163,15 @@ impl Store for MemoryStore {
         Ok(self.lock().used_bytes)
     }
 
+    fn headroom_bytes(&self) -> Result<Option<u64>, StoreError> {
+        let inner = self.lock();
+        Ok(inner.capacity_bytes.map(|capacity| capacity.saturating_sub(inner.used_bytes)))
+    }
+
+    fn reclaim(&self) -> Result<(), StoreError> {
+        Ok(())
+    }
+
     fn flush(&self) -> Result<(), StoreError> {
         self.lock().unsynced.clear();
         Ok(())

@@ -9,17 +9,25 @@ use crate::error::StoreError;
 use crate::schema::{FORMAT_KEY, FORMAT_VERSION};
 use crate::store::{Batch, Durability, Family, KeyValue, Op, Store};
 use rocksdb::{
-    BlockBasedOptions, Cache, ColumnFamily, ColumnFamilyDescriptor, DB, DBCompressionType, DBRecoveryMode, ErrorKind,
-    FlushOptions, LogLevel, Options, ReadOptions, WriteBatch, WriteOptions,
+    BlockBasedOptions, BottommostLevelCompaction, Cache, ColumnFamily, ColumnFamilyDescriptor, CompactOptions, DB,
+    DBCompressionType, DBRecoveryMode, ErrorKind, FlushOptions, LogLevel, Options, ReadOptions, WriteBatch,
+    WriteOptions,
 };
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 const MIB: usize = 1 << 20;
 /// Values from this length on go to blob files.
 const BLOB_LEN_BYTES_MIN: u64 = 4 << 10;
 /// Blob file length: small enough that collecting garbage in one needs little spare disk.
 const BLOB_FILE_BYTES: u64 = 64 << 20;
+
+/// Share of the blob files, oldest first, whose garbage compaction collects.
+const BLOB_GC_AGE_CUTOFF: &str = "0.5";
+/// How long a measured size is good for: listing the directory of a large store takes a millisecond.
+const MEASURED_FOR: Duration = Duration::from_secs(1);
 
 /// How much memory and disk a store may use. The defaults fit several nodes on one laptop: about
 /// `cache_bytes + write_buffers_bytes` plus a few MiB, and the disk space of `wal_bytes_max` beside the data.
@@ -40,6 +48,10 @@ pub struct RocksOptions {
     /// itself never meets a full disk, from which RocksDB may only recover by a restart. Deletes always pass.
     /// Default 128 MiB: a quarter of it exceeds the write buffers, which must still become files.
     pub disk_reserve_bytes: u64,
+    /// Most bytes that the store may take up on disk, logs included; bulk data beyond is refused. Votes, log and
+    /// consumed set go on. Default: no limit but the disk. The size is measured once a second, so it may be passed by
+    /// what is written in one.
+    pub quota_bytes: Option<u64>,
 }
 
 impl Default for RocksOptions {
@@ -51,6 +63,7 @@ impl Default for RocksOptions {
             wal_bytes_max: 64 << 20,
             open_files_max: 128,
             disk_reserve_bytes: 128 << 20,
+            quota_bytes: None,
         }
     }
 }
@@ -61,6 +74,15 @@ pub struct RocksStore {
     path: PathBuf,
     read_only: bool,
     disk_reserve_bytes: u64,
+    quota_bytes: Option<u64>,
+    used: Mutex<Used>,
+}
+
+/// What the store took up when it was last measured, and what was put since.
+#[derive(Debug, Default)]
+struct Used {
+    bytes: u64,
+    measured: Option<Instant>,
 }
 
 impl fmt::Debug for RocksStore {
@@ -85,7 +107,14 @@ impl RocksStore {
         check_families(&path)?;
         let db = DB::open_cf_descriptors(&db_options(options), &path, descriptors(options))
             .map_err(|e| open_error(&path, e))?;
-        let store = Self { db, path, read_only: false, disk_reserve_bytes: options.disk_reserve_bytes };
+        let store = Self {
+            db,
+            path,
+            read_only: false,
+            disk_reserve_bytes: options.disk_reserve_bytes,
+            quota_bytes: options.quota_bytes,
+            used: Mutex::default(),
+        };
         store.check_or_write_format()?;
         tracing::debug!(path = %store.path.display(), "store opened");
         Ok(store)
@@ -108,7 +137,8 @@ impl RocksStore {
         db_options.create_missing_column_families(false);
         let db = DB::open_cf_descriptors_read_only(&db_options, &path, descriptors(&options), false)
             .map_err(|e| open_error(&path, e))?;
-        let store = Self { db, path, read_only: true, disk_reserve_bytes: 0 };
+        let store =
+            Self { db, path, read_only: true, disk_reserve_bytes: 0, quota_bytes: None, used: Mutex::default() };
         store.check_or_write_format()?;
         Ok(store)
     }
@@ -185,7 +215,23 @@ impl RocksStore {
         if free_bytes.saturating_sub(2 * put_bytes) < reserve_bytes {
             return Err(StoreError::DiskFull { path: self.path.clone(), free_bytes, reserve_bytes });
         }
+        if let Some(quota_bytes) = self.quota_bytes.filter(|_| batch.puts_bulk()) {
+            let used_bytes = self.used_bytes()?;
+            if used_bytes + put_bytes > quota_bytes {
+                return Err(StoreError::QuotaReached { path: self.path.clone(), used_bytes, quota_bytes });
+            }
+            self.used.lock().unwrap_or_else(PoisonError::into_inner).bytes += put_bytes;
+        }
         Ok(())
+    }
+
+    /// What the store takes up, at most [`MEASURED_FOR`] old.
+    fn used_bytes(&self) -> Result<u64, StoreError> {
+        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        if used.measured.is_none_or(|at| at.elapsed() > MEASURED_FOR) {
+            *used = Used { bytes: self.size_bytes()?, measured: Some(Instant::now()) };
+        }
+        Ok(used.bytes)
     }
 }
 
@@ -263,7 +309,7 @@ fn family_options(family: Family, options: &RocksOptions, cache: &Cache) -> Opti
     table.set_cache_index_and_filter_blocks(true);
     table.set_pin_l0_filter_and_index_blocks_in_cache(true);
     // Most questions for these keys are "do you have it?", and most answers no.
-    if matches!(family, Family::Blobs | Family::Rollouts | Family::Consumed) {
+    if matches!(family, Family::Blobs | Family::BlobIndex | Family::Rollouts | Family::Consumed) {
         table.set_bloom_filter(10.0, false);
     }
     let mut o = Options::default();
@@ -281,7 +327,7 @@ fn family_options(family: Family, options: &RocksOptions, cache: &Cache) -> Opti
         o.set_min_blob_size(BLOB_LEN_BYTES_MIN);
         o.set_blob_file_size(BLOB_FILE_BYTES);
         o.set_enable_blob_gc(true);
-        o.set_blob_gc_age_cutoff(0.5);
+        o.set_blob_gc_age_cutoff(BLOB_GC_AGE_CUTOFF.parse().unwrap_or(0.5));
         o.set_blob_gc_force_threshold(0.5);
         // Weights do not compress; token ids and log-probabilities do.
         o.set_blob_compression_type(match family {
@@ -361,6 +407,41 @@ impl Store for RocksStore {
             path: self.path.clone(),
             source,
         })
+    }
+
+    fn headroom_bytes(&self) -> Result<Option<u64>, StoreError> {
+        let free_bytes = disk::free_bytes(&self.path).map_err(|source| StoreError::Io {
+            operation: "ask for the free space of",
+            path: self.path.clone(),
+            source,
+        })?;
+        // Half: a put needs its length twice, in the log and in a file.
+        let disk = free_bytes.saturating_sub(self.disk_reserve_bytes) / 2;
+        let quota = match self.quota_bytes {
+            Some(quota_bytes) => quota_bytes.saturating_sub(self.used_bytes()?),
+            None => u64::MAX,
+        };
+        Ok(Some(disk.min(quota)))
+    }
+
+    fn reclaim(&self) -> Result<(), StoreError> {
+        if self.read_only {
+            return Err(StoreError::ReadOnly { path: self.path.clone() });
+        }
+        // Deleted values in the log's write buffers are no files yet, and would bring the log with them.
+        self.flush()?;
+        for family in Family::ALL.into_iter().filter(|f| f.is_bulk()) {
+            let cf = self.family(family);
+            // Compaction usually leaves the newer half of the blob files alone.
+            let set = |cutoff| self.db.set_options_cf(cf, &[("blob_garbage_collection_age_cutoff", cutoff)]);
+            set("1.0").map_err(|e| self.write_error("reclaim", e))?;
+            let mut options = CompactOptions::default();
+            options.set_bottommost_level_compaction(BottommostLevelCompaction::Force);
+            self.db.compact_range_cf_opt(cf, None::<&[u8]>, None::<&[u8]>, &options);
+            set(BLOB_GC_AGE_CUTOFF).map_err(|e| self.write_error("reclaim", e))?;
+        }
+        self.used.lock().unwrap_or_else(PoisonError::into_inner).measured = None;
+        Ok(())
     }
 
     fn flush(&self) -> Result<(), StoreError> {

@@ -3,9 +3,9 @@
 use crate::blobs::{get_checked, put_if_new};
 use crate::consumed::is_consumed;
 use crate::error::StoreError;
-use crate::schema::{hash_at_end, job_rollout_key, prefix_end, successor};
+use crate::schema::{hash_at_end, job_rollout_key, prefix_end, split_job_rollout_key, successor};
 use crate::store::{Batch, Durability, Family, Store};
-use starling_protocol::{JobId, RolloutId};
+use starling_protocol::{JobId, PolicyVersion, RolloutId};
 
 /// Index entries read at once.
 const PAGE: usize = 512;
@@ -96,6 +96,39 @@ pub fn count(store: &dyn Store, job: JobId) -> Result<usize, StoreError> {
             return Ok(count);
         }
     }
+}
+
+/// A row of the index: which job, which rollout, and the version that consumed it, if one did.
+pub type IndexRow = (JobId, RolloutId, Option<PolicyVersion>);
+
+/// Rows of the index of all jobs, in its order, at most `limit`, after `after`: for walks that take a few at a time.
+///
+/// # Errors
+/// As [`Store::get`].
+pub fn page(store: &dyn Store, after: Option<(JobId, RolloutId)>, limit: usize) -> Result<Vec<IndexRow>, StoreError> {
+    let from = after.map_or_else(Vec::new, |(job, id)| successor(&job_rollout_key(job, id)));
+    let rows = store.scan(Family::RolloutsByJob, &from, None, limit)?;
+    rows.into_iter()
+        .map(|(key, _)| {
+            let (job, id) = split_job_rollout_key(&key)
+                .ok_or_else(|| StoreError::corrupt(Family::RolloutsByJob, &key, "not a job and a rollout"))?;
+            Ok((job, id, is_consumed(store, id)?))
+        })
+        .collect()
+}
+
+/// Forgets rollouts of `job`, and that they were here. The caller knows that a committed step consumed them. What the
+/// audit needs stays: that they were acknowledged, and which step consumed them.
+///
+/// # Errors
+/// As [`Store::write`]; then none is forgotten.
+pub fn delete_rollouts(store: &dyn Store, rollouts: &[(JobId, RolloutId)]) -> Result<(), StoreError> {
+    let mut batch = Batch::new();
+    for (job, id) in rollouts {
+        batch.delete(Family::RolloutsByJob, job_rollout_key(*job, *id));
+        batch.delete(Family::Rollouts, id.0);
+    }
+    store.write(batch, Durability::Buffered)
 }
 
 fn list(

@@ -6,8 +6,8 @@
 use starling_protocol::ids::NAME_LEN_BYTES_MAX;
 use starling_protocol::{Hash, JobId, ModelName, PolicyVersion, RolloutId};
 
-/// Version of the layout on disk.
-pub const FORMAT_VERSION: u32 = 1;
+/// Version of the layout on disk: 2 since `blob_index` and `quarantine`.
+pub const FORMAT_VERSION: u32 = 2;
 
 /// Key of the format version in `Meta`.
 pub const FORMAT_KEY: &[u8] = b"format_version";
@@ -59,6 +59,17 @@ pub fn job_rollout_key(job: JobId, id: RolloutId) -> [u8; 48] {
     key
 }
 
+/// Key in `Quarantine`: length of the family's name, name, the value's key there.
+#[must_use]
+pub fn quarantine_key(family: &str, key: &[u8]) -> Vec<u8> {
+    let mut all = Vec::with_capacity(1 + family.len() + key.len());
+    #[expect(clippy::cast_possible_truncation, reason = "families have short names")]
+    all.push(family.len() as u8);
+    all.extend_from_slice(family.as_bytes());
+    all.extend_from_slice(key);
+    all
+}
+
 /// Key in `Models`: model, version.
 #[must_use]
 pub fn step_key(model: &ModelName, version: PolicyVersion) -> Vec<u8> {
@@ -94,6 +105,13 @@ pub fn split_numbered_key(key: &[u8]) -> Option<(ModelName, u64)> {
     Some((model, u64::from_be_bytes(number.try_into().ok()?)))
 }
 
+/// Job and rollout of a key in `RolloutsByJob`; `None` if it is not one.
+#[must_use]
+pub fn split_job_rollout_key(key: &[u8]) -> Option<(JobId, RolloutId)> {
+    let (job, id) = key.split_at_checked(16)?;
+    Some((JobId(job.try_into().ok()?), Hash(id.try_into().ok()?)))
+}
+
 /// The last 32 bytes of a key, where the hash stands; `None` if it is shorter.
 #[must_use]
 pub fn hash_at_end(key: &[u8]) -> Option<Hash> {
@@ -116,7 +134,10 @@ mod tests {
         let key = job_rollout_key(JobId([0xaa; 16]), Hash([0xbb; 32]));
         assert_eq!(hex(&key), "aa".repeat(16) + &"bb".repeat(32));
         assert_eq!(hash_at_end(&key), Some(Hash([0xbb; 32])));
-        assert_eq!((FORMAT_VERSION, FORMAT_KEY), (1, b"format_version".as_slice()));
+        assert_eq!(split_job_rollout_key(&key), Some((JobId([0xaa; 16]), Hash([0xbb; 32]))));
+        assert_eq!(split_job_rollout_key(&key[1..]), None);
+        assert_eq!(hex(&quarantine_key("blobs", &[7, 8])), "05626c6f62730708");
+        assert_eq!((FORMAT_VERSION, FORMAT_KEY), (2, b"format_version".as_slice()));
     }
 
     #[test]

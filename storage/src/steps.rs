@@ -39,6 +39,34 @@ pub fn steps(store: &dyn Store, model: &ModelName) -> Result<Vec<StepCommitted>,
     Ok(all.into_iter().map(|(_, step)| step).collect())
 }
 
+/// The steps of a model from `version` on, ascending.
+///
+/// # Errors
+/// As [`step`].
+pub fn from_version(
+    store: &dyn Store,
+    model: &ModelName,
+    version: PolicyVersion,
+) -> Result<Vec<StepCommitted>, StoreError> {
+    let end = prefix_end(&model_prefix(model));
+    let all = scan_steps(store, step_key(model, version), end.as_deref())?;
+    Ok(all.into_iter().map(|(_, step)| step).collect())
+}
+
+/// The first step of a model from `version` on.
+///
+/// # Errors
+/// As [`step`].
+pub fn first_from(
+    store: &dyn Store,
+    model: &ModelName,
+    version: PolicyVersion,
+) -> Result<Option<StepCommitted>, StoreError> {
+    let end = prefix_end(&model_prefix(model));
+    let row = store.scan(Family::Models, &step_key(model, version), end.as_deref(), 1)?;
+    row.first().map(|pair| decode_step(pair).map(|(_, step)| step)).transpose()
+}
+
 /// The step with the greatest version.
 ///
 /// # Errors

@@ -9,6 +9,8 @@ use std::sync::Arc;
 pub enum Family {
     /// Chunks of weights and files, by hash.
     Blobs,
+    /// Length of each chunk, by hash: whether it is here, without reading it.
+    BlobIndex,
     /// Sealed rollouts, by id.
     Rollouts,
     /// Index: job, rollout id.
@@ -23,6 +25,8 @@ pub enum Family {
     RaftMeta,
     /// Rollouts that this gateway acknowledged, by id.
     Acknowledged,
+    /// Values that were found corrupt, by family and key: for people to look at.
+    Quarantine,
     /// Known nodes: a cache, free for the node to use.
     Nodes,
     /// Format version and single values of the node.
@@ -31,8 +35,9 @@ pub enum Family {
 
 impl Family {
     /// All of them, in the order of their declaration.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 12] = [
         Self::Blobs,
+        Self::BlobIndex,
         Self::Rollouts,
         Self::RolloutsByJob,
         Self::Consumed,
@@ -40,6 +45,7 @@ impl Family {
         Self::RaftLog,
         Self::RaftMeta,
         Self::Acknowledged,
+        Self::Quarantine,
         Self::Nodes,
         Self::Meta,
     ];
@@ -49,6 +55,7 @@ impl Family {
     pub fn name(self) -> &'static str {
         match self {
             Self::Blobs => "blobs",
+            Self::BlobIndex => "blob_index",
             Self::Rollouts => "rollouts",
             Self::RolloutsByJob => "rollouts_by_job",
             Self::Consumed => "consumed",
@@ -56,6 +63,7 @@ impl Family {
             Self::RaftLog => "raft_log",
             Self::RaftMeta => "raft_meta",
             Self::Acknowledged => "acknowledged",
+            Self::Quarantine => "quarantine",
             Self::Nodes => "nodes",
             Self::Meta => "meta",
         }
@@ -192,6 +200,20 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// [`StoreError::Io`] when the directory cannot be read.
     fn size_bytes(&self) -> Result<u64, StoreError>;
 
+    /// Bytes of bulk data that may still be put before one is refused for the quota or the disk's reserve;
+    /// `None` when nothing limits them.
+    ///
+    /// # Errors
+    /// [`StoreError::Io`] when the file system does not say.
+    fn headroom_bytes(&self) -> Result<Option<u64>, StoreError>;
+
+    /// Gives the space of deleted values back to the file system, which else happens little by little. Copies what is
+    /// left of files that hold deleted values: worth it after deleting much, not after each delete.
+    ///
+    /// # Errors
+    /// As [`Store::write`].
+    fn reclaim(&self) -> Result<(), StoreError>;
+
     /// Makes every earlier write durable and leaves little to replay at the next start.
     ///
     /// # Errors
@@ -218,6 +240,12 @@ impl<S: Store + ?Sized> Store for Arc<S> {
     }
     fn size_bytes(&self) -> Result<u64, StoreError> {
         (**self).size_bytes()
+    }
+    fn headroom_bytes(&self) -> Result<Option<u64>, StoreError> {
+        (**self).headroom_bytes()
+    }
+    fn reclaim(&self) -> Result<(), StoreError> {
+        (**self).reclaim()
     }
     fn flush(&self) -> Result<(), StoreError> {
         (**self).flush()

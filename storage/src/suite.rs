@@ -6,10 +6,16 @@
 #![allow(missing_docs, clippy::missing_panics_doc, reason = "the names are the claims")]
 
 use crate::acknowledged::{Acknowledged, acknowledged, all_acknowledged, record_acknowledged};
-use crate::blobs::{delete_blobs, get_blob, has_blob, missing_chunks, put_blob, put_manifest_bytes, read_manifest};
+use crate::blobs::{
+    delete_blobs, get_blob, has_blob, list_blobs, missing_chunks, put_blob, put_manifest_bytes, put_new_blobs,
+    read_manifest,
+};
 use crate::consumed::{all_consumed, is_consumed, mark_consumed};
+use crate::quarantine::{quarantine_blob, quarantine_rollout, quarantined};
 use crate::raft_log::{RaftLog, RaftMeta, groups};
-use crate::rollouts::{count, get_rollout, has_rollout, list_all, list_unconsumed, put_rollouts};
+use crate::rollouts::{
+    count, delete_rollouts, get_rollout, has_rollout, list_all, list_unconsumed, page, put_rollouts,
+};
 use crate::steps::{all_steps, newest, put_step, step, steps};
 use crate::store::{Batch, Durability, Family, SharedStore, Store};
 use crate::{StoreError, audit};
@@ -41,6 +47,13 @@ pub const CHECKS: &[Check] = &[
     ("a_rollout_under_a_wrong_id_stores_nothing", a_rollout_under_a_wrong_id_stores_nothing),
     ("a_corrupt_rollout_is_detected_and_healed", a_corrupt_rollout_is_detected_and_healed),
     ("unconsumed_lists_page_through", unconsumed_lists_page_through),
+    (
+        "the_index_pages_over_all_jobs_and_forgets_what_was_deleted",
+        the_index_pages_over_all_jobs_and_forgets_what_was_deleted,
+    ),
+    ("a_consumed_and_deleted_rollout_is_not_lost", a_consumed_and_deleted_rollout_is_not_lost),
+    ("the_blob_index_follows_the_blobs", the_blob_index_follows_the_blobs),
+    ("a_quarantined_value_is_missing_and_can_be_put_again", a_quarantined_value_is_missing_and_can_be_put_again),
     ("acknowledgements_are_listed", acknowledgements_are_listed),
     ("steps_are_ordered_by_version_and_model", steps_are_ordered_by_version_and_model),
     ("a_corrupt_step_is_an_error", a_corrupt_step_is_an_error),
@@ -85,6 +98,7 @@ pub fn example_step(version: u64, consumed: Vec<RolloutId>) -> StepCommitted {
         term: Term(1),
         version: PolicyVersion(version),
         weights: Manifest::of(&noise(version, 100)),
+        weights_delta: None,
         optimizer_state: None,
         holders: vec![NodeId([1; 32])],
         consumed,
@@ -344,6 +358,94 @@ fn unconsumed_lists_page_through(store: SharedStore) {
     let marked: Vec<_> = used.iter().map(|id| (*id, PolicyVersion(5))).collect();
     assert_eq!(all_consumed(&store).unwrap(), marked);
     assert_eq!(count(&store, job).unwrap(), 1300);
+}
+
+/// Ten rollouts of two jobs, of which the steps to versions 1 and 2 consumed the first two of each job.
+fn some_rollouts(store: &dyn Store) -> Vec<(JobId, RolloutId)> {
+    let mut all = Vec::new();
+    for i in 0..10u8 {
+        let bytes = noise(u64::from(i) + 40, 64);
+        let (id, job) = (Hash::of(&bytes), JobId([i % 2; 16]));
+        put_rollouts(store, &[(id, &bytes, job)], Synced).unwrap();
+        all.push((job, id));
+    }
+    all.sort_unstable();
+    let mut batch = Batch::new();
+    for (version, at) in [(1, 0), (2, 5)] {
+        let consumed = vec![all[at].1, all[at + 1].1];
+        mark_consumed(&mut batch, consumed.clone(), PolicyVersion(version));
+        put_step(&mut batch, &name("m"), &example_step(version, consumed));
+    }
+    store.write(batch, Synced).unwrap();
+    all
+}
+
+fn the_index_pages_over_all_jobs_and_forgets_what_was_deleted(store: SharedStore) {
+    let all = some_rollouts(&store);
+    let mut rows = Vec::new();
+    while let Ok(next) = page(&store, rows.last().map(|(job, id, _)| (*job, *id)), 3) {
+        if next.is_empty() {
+            break;
+        }
+        rows.extend(next);
+    }
+    assert_eq!(rows.iter().map(|(job, id, _)| (*job, *id)).collect::<Vec<_>>(), all);
+    let consumed: Vec<_> = rows.iter().map(|(_, _, by)| by.map(|v| v.0)).collect();
+    assert_eq!(consumed[..6], [Some(1), Some(1), None, None, None, Some(2)]);
+    delete_rollouts(&store, &all[..2]).unwrap();
+    assert_eq!(page(&store, None, 100).unwrap().len(), 8);
+    assert!(!has_rollout(&store, all[0].1).unwrap() && has_rollout(&store, all[2].1).unwrap());
+    assert!(is_consumed(&store, all[0].1).unwrap().is_some(), "it must never be taken for a new one");
+}
+
+fn a_consumed_and_deleted_rollout_is_not_lost(store: SharedStore) {
+    let all = some_rollouts(&store);
+    let promised: Vec<RolloutId> = all.iter().map(|(_, id)| *id).collect();
+    delete_rollouts(&store, &[all[0], all[5]]).unwrap();
+    let report = audit(std::slice::from_ref(&store), promised.clone()).unwrap();
+    assert!(report.is_clean(), "{report:?}");
+    assert_eq!((report.acknowledged, report.consumed_and_deleted, report.held), (10, 2, 8));
+    // One that no step consumed is lost, whatever a consumed set says.
+    delete_rollouts(&store, &[all[2]]).unwrap();
+    let mut batch = Batch::new();
+    mark_consumed(&mut batch, [all[2].1], PolicyVersion(9));
+    store.write(batch, Synced).unwrap();
+    assert_eq!(audit(std::slice::from_ref(&store), promised).unwrap().lost, [all[2].1]);
+}
+
+fn the_blob_index_follows_the_blobs(store: SharedStore) {
+    let m = put_manifest_bytes(&store, &noise(9, 2 * CHUNK_LEN_BYTES + 5)).unwrap();
+    let one = put_blob(&store, b"one", Synced).unwrap();
+    put_new_blobs(&store, vec![(Hash::of(b"two"), b"two".to_vec())], Synced).unwrap();
+    let mut expected: Vec<(Hash, u64)> = vec![(one, 3), (Hash::of(b"two"), 3), (m.chunks[2], 5)];
+    expected.extend(m.chunks[..2].iter().map(|c| (*c, CHUNK_LEN_BYTES as u64)));
+    expected.sort_unstable();
+    let first = list_blobs(&store, None, 2).unwrap();
+    let rest = list_blobs(&store, Some(first[1].0), 100).unwrap();
+    assert_eq!([first, rest].concat(), expected);
+    delete_blobs(&store, [one]).unwrap();
+    assert!(!has_blob(&store, one).unwrap());
+    assert_eq!(list_blobs(&store, None, 100).unwrap().len(), 4);
+}
+
+fn a_quarantined_value_is_missing_and_can_be_put_again(store: SharedStore) {
+    let bytes = noise(3, 5000);
+    let (id, job) = (Hash::of(&bytes), JobId([1; 16]));
+    put_blob(&store, &bytes, Synced).unwrap();
+    put_rollouts(&store, &[(id, &bytes, job)], Synced).unwrap();
+    put(&store, Family::Blobs, &id.0, b"bad");
+    put(&store, Family::Rollouts, &id.0, b"worse");
+    quarantine_blob(&store, id).unwrap();
+    quarantine_rollout(&store, Some(job), id).unwrap();
+    assert_eq!((get_blob(&store, id).unwrap(), get_rollout(&store, id).unwrap()), (None, None));
+    assert!(!has_blob(&store, id).unwrap() && page(&store, None, 9).unwrap().is_empty());
+    let kept = quarantined(&store).unwrap();
+    assert_eq!(kept, [(format!("blobs/{id}"), 3), (format!("rollouts/{id}"), 5)]);
+    put_blob(&store, &bytes, Synced).unwrap();
+    put_rollouts(&store, &[(id, &bytes, job)], Synced).unwrap();
+    assert_eq!((get_blob(&store, id).unwrap(), get_rollout(&store, id).unwrap()), (Some(bytes.clone()), Some(bytes)));
+    crate::quarantine::empty(&store).unwrap();
+    assert_eq!(quarantined(&store).unwrap(), []);
 }
 
 fn acknowledgements_are_listed(store: SharedStore) {

@@ -8,6 +8,7 @@ use starling_storage::rollouts::{get_rollout, put_rollouts};
 use starling_storage::suite::{CHECKS, noise};
 use starling_storage::{
     Batch, Durability, Family, MemoryStore, RaftLog, RocksOptions, RocksStore, SharedStore, Store, StoreError, audit,
+    fsck,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -132,9 +133,9 @@ fn another_format_is_refused_with_both_versions() {
         put(&store, Family::Meta, b"format_version", &9u32.to_be_bytes(), Durability::Synced);
     }
     let err = RocksStore::open(dir.path(), &RocksOptions::default()).unwrap_err();
-    assert!(matches!(err, StoreError::Format { expected: 1, got: 9, .. }), "{err}");
+    assert!(matches!(err, StoreError::Format { expected: 2, got: 9, .. }), "{err}");
     let err = RocksStore::open_read_only(dir.path()).unwrap_err();
-    assert!(matches!(err, StoreError::Format { expected: 1, got: 9, .. }), "{err}");
+    assert!(matches!(err, StoreError::Format { expected: 2, got: 9, .. }), "{err}");
 }
 
 #[test]
@@ -246,6 +247,61 @@ fn down_at_the_reserve_bulk_is_refused_then_every_put_and_never_a_delete() {
     let store = open(2 * free_bytes);
     assert!(matches!(put_blob(&store, b"bytes", Durability::Synced), Err(StoreError::DiskFull { .. })));
     RaftLog::new(store, group()).append(&[(1, vec![1])], Durability::Synced).unwrap();
+}
+
+#[test]
+fn at_its_quota_a_store_refuses_bulk_and_takes_it_again_when_something_was_deleted() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = RocksOptions { quota_bytes: Some(24 << 20), ..RocksOptions::default() };
+    let store: SharedStore = Arc::new(RocksStore::open(dir.path(), &options).unwrap());
+    let mut kept = Vec::new();
+    let err = loop {
+        match put_blob(&store, &noise(kept.len() as u64, 1 << 20), Durability::Synced) {
+            Ok(hash) => kept.push(hash),
+            Err(e) => break e,
+        }
+        assert!(kept.len() < 30, "the quota was never reached");
+    };
+    assert!(matches!(err, StoreError::QuotaReached { quota_bytes: 25_165_824, .. }), "{err}");
+    assert!(err.is_retryable());
+    assert!(kept.len() >= 8, "{} MiB fitted into 24", kept.len());
+    assert_eq!(store.headroom_bytes().unwrap().map(|b| b < 2 << 20), Some(true));
+    // Votes and logs go on, and everything can be read.
+    RaftLog::new(store.clone(), ModelName::new("m").unwrap()).append(&[(1, vec![1])], Durability::Synced).unwrap();
+    for hash in &kept {
+        assert!(get_blob(&store, *hash).unwrap().is_some());
+    }
+    delete_blobs(&store, kept[1..].to_vec()).unwrap();
+    store.reclaim().unwrap();
+    assert!(store.headroom_bytes().unwrap().unwrap() > 8 << 20, "{:?}", store.headroom_bytes());
+    put_blob(&store, &noise(99, 1 << 20), Durability::Synced).unwrap();
+    assert!(get_blob(&store, kept[0]).unwrap().is_some());
+}
+
+#[test]
+fn fsck_names_a_flipped_bit_on_disk_and_quarantines_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (bytes, job) = (noise(1, 200_000), JobId([1; 16]));
+    let hash = {
+        let store = open(dir.path());
+        put_rollouts(&store, &[(Hash::of(&bytes), &bytes, job)], Durability::Synced).unwrap();
+        let hash = put_blob(&store, &bytes, Durability::Synced).unwrap();
+        store.flush().unwrap();
+        hash
+    };
+    assert_eq!(damage(dir.path(), "blob"), 2);
+    let store = open(dir.path());
+    let report = fsck(&store, &[]).unwrap();
+    let found: Vec<_> = report.findings.iter().map(|f| (f.family, f.quarantined, f.mended)).collect();
+    assert_eq!(found, [(Family::Blobs, true, false), (Family::Rollouts, true, false)], "{report:?}");
+    assert!(report.is_broken());
+    assert_eq!(get_blob(&store, hash).unwrap(), None);
+    put_blob(&store, &bytes, Durability::Synced).unwrap();
+    put_rollouts(&store, &[(hash, &bytes, job)], Durability::Synced).unwrap();
+    let report = fsck(&store, &[]).unwrap();
+    // The bytes of the suite are no rollout, which is all that is left to find.
+    assert!(report.findings.iter().all(|f| f.family == Family::Rollouts), "{report:?}");
+    assert_eq!(get_blob(&store, hash).unwrap(), Some(bytes));
 }
 
 #[test]

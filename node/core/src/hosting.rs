@@ -152,7 +152,7 @@ impl Hosting {
         weights: &Manifest,
         peers: &[NodeId],
     ) -> Result<(), HostError> {
-        let bytes = self.blobs.fetch(weights, peers).await?;
+        let bytes = self.blobs.fetch_either_way(weights, state.weights_delta.as_ref(), peers).await?;
         let hosted = self.get(model);
         let config = if hosted.is_some() {
             None

@@ -9,6 +9,7 @@ pub mod compute;
 pub mod consensus;
 pub mod hosting;
 pub mod leader;
+pub mod maintenance;
 pub mod membership;
 pub mod memory_network;
 pub mod models;

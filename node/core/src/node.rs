@@ -5,6 +5,7 @@ use crate::compute::Compute;
 use crate::consensus::{GroupConfig, Groups};
 use crate::hosting::Hosting;
 use crate::leader::{Clock, Desk, LeaderContext};
+use crate::maintenance::{DrainError, DrainReport, Maintenance, MaintenanceConfig};
 use crate::membership::{Membership, MembershipConfig};
 use crate::models::{LeaderError, Models};
 use crate::rollouts::Rollouts;
@@ -17,10 +18,11 @@ use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{ControlEntry, ModelFiles, ModelState};
 use starling_protocol::ledger::LedgerCounts;
 use starling_protocol::manifest::Manifest;
-use starling_protocol::record::{NodeRecord, Role};
+use starling_protocol::record::{Intake, NodeRecord, Role};
 use starling_protocol::signed::{Signer, Verifier};
 use starling_protocol::wire::{
-    CALL_LEN_BYTES_MAX, GOSSIP_LEN_BYTES_MAX, Gossip, LeaderCall, LeaderReply, ModelAnnouncement, Service, Topic,
+    CALL_LEN_BYTES_MAX, GOSSIP_LEN_BYTES_MAX, GenerateFrame, Gossip, LeaderCall, LeaderReply, ModelAnnouncement,
+    Service, Topic,
 };
 use starling_protocol::{ModelName, NodeId};
 use starling_storage::SharedStore;
@@ -45,6 +47,8 @@ pub struct CoreConfig {
     pub membership: MembershipConfig,
     /// Raft.
     pub groups: GroupConfig,
+    /// Copies of what must not get lost, and the deletion of what is no longer of use.
+    pub maintenance: MaintenanceConfig,
     /// Engines and trainers.
     pub compute: Arc<dyn Compute>,
     /// Seeds election timeouts and SWIM; from the OS in a node, from the scenario in the simulator.
@@ -73,6 +77,7 @@ pub struct NodeCore {
     rollouts: Arc<Rollouts>,
     groups: Arc<Groups>,
     hosting: Arc<Hosting>,
+    maintenance: Arc<Maintenance>,
     context: LeaderContext,
     desks: Mutex<BTreeMap<ModelName, Arc<Desk>>>,
     /// Grows whenever a connection opens or the last one to a peer closes.
@@ -120,6 +125,17 @@ impl NodeCore {
             shutdown.clone(),
         );
         let hosting = Hosting::new(blobs.clone(), signer.clone(), config.compute.clone());
+        let parts = crate::maintenance::Parts {
+            store: store.clone(),
+            membership: membership.clone(),
+            groups: groups.clone(),
+            models: models.clone(),
+            rollouts: rollouts.clone(),
+            blobs: blobs.clone(),
+            clock: config.clock.clone(),
+            node: transport.local(),
+        };
+        let maintenance = Maintenance::start(parts, config.maintenance, shutdown.clone());
         let context = LeaderContext {
             transport: transport.clone(),
             membership: membership.clone(),
@@ -144,6 +160,7 @@ impl NodeCore {
             rollouts,
             groups,
             hosting,
+            maintenance,
             context,
             desks: Mutex::new(BTreeMap::new()),
             connections: watch::channel(0).0,
@@ -218,6 +235,32 @@ impl NodeCore {
     pub fn hosting(&self) -> &Arc<Hosting> {
         &self.hosting
     }
+    /// Copies and deletions.
+    #[must_use]
+    pub fn maintenance(&self) -> &Arc<Maintenance> {
+        &self.maintenance
+    }
+
+    /// Begins to leave the mesh in order: nothing new is taken, and what others need is handed to them. See
+    /// [`NodeCore::drain_report`].
+    ///
+    /// # Errors
+    /// [`DrainError`] when nobody is left to hand things to.
+    pub fn drain(&self) -> Result<(), DrainError> {
+        self.maintenance.begin_drain()?;
+        self.publish_record();
+        Ok(())
+    }
+
+    /// How far a drain is. `busy` is what the caller knows this node to be still doing, in words.
+    #[must_use]
+    pub fn drain_report(&self, mut busy: Vec<String>) -> DrainReport {
+        for hosted in self.hosting.list().into_iter().filter(|h| h.queue > 0) {
+            busy.push(format!("model {}: {} generations run here", hosted.model, hosted.queue));
+        }
+        self.maintenance.drain_report(busy)
+    }
+
     /// Wall clock.
     #[must_use]
     pub fn clock(&self) -> &Clock {
@@ -289,11 +332,11 @@ impl NodeCore {
         key: starling_protocol::Hash,
         manifests: Vec<Manifest>,
     ) -> Result<Vec<NodeId>, String> {
-        let others = self.membership.live_holders().into_iter().filter(|n| *n != self.node());
+        let others = self.membership.live_takers().into_iter().filter(|n| *n != self.node());
         let order = starling_protocol::placement::holders(key, others, usize::MAX);
         let mut tried = String::new();
         for peer in &order {
-            match self.blobs.place(*peer, manifests.clone()).await {
+            match self.blobs.place(*peer, manifests.clone(), None).await {
                 Ok(()) => return Ok(vec![self.node(), *peer]),
                 Err(why) => tried.push_str(&format!("[{}: {why}] ", peer.short())),
             }
@@ -346,7 +389,13 @@ impl NodeCore {
     fn publish_record(&self) {
         let record = {
             let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
-            record.models = self.hosting.list();
+            record.intake = self.maintenance.intake();
+            if let Some(bytes) = self.maintenance.headroom_bytes() {
+                record.storage_free_bytes = bytes;
+            }
+            // Gateways send turns to whom says that it serves.
+            let draining = record.intake == Intake::Draining;
+            record.models = if draining { Vec::new() } else { self.hosting.list() };
             record.addresses = self.transport.addresses();
             record.sequence = record.sequence.max((self.context.clock)().0) + 1;
             record.clone()
@@ -544,7 +593,12 @@ impl Inbound for Dispatch {
         }
     }
 
-    async fn on_generate(&self, _from: NodeId, stream: FrameStream) {
+    async fn on_generate(&self, _from: NodeId, mut stream: FrameStream) {
+        if self.0.maintenance.is_draining() {
+            let failed = GenerateFrame::Failed { retryable: true, reason: "this node is draining".into() };
+            let _ = stream.send.send(encode(&failed).into()).await;
+            return;
+        }
         self.0.hosting.on_generate(stream).await;
     }
 

@@ -17,7 +17,7 @@ use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{Applied, ControlEntry, ModelState, Refusal, StepCommitted, StepMetrics};
 use starling_protocol::job::{CollectionRule, EvaluateSpec, JobSpec, Sampling, TaskSetSpec, TrainerSpec};
 use starling_protocol::manifest::Manifest;
-use starling_protocol::record::{NodeRecord, Role};
+use starling_protocol::record::{Intake, NodeRecord, Role};
 use starling_protocol::signed::{Signer, Verifier};
 use starling_protocol::wire::{
     CALL_LEN_BYTES_MAX, GOSSIP_LEN_BYTES_MAX, Gossip, LeaderCall, LeaderReply, Service, Topic,
@@ -67,6 +67,7 @@ fn record(node: NodeId, role: Role) -> NodeRecord {
         models: Vec::new(),
         storage_free_bytes: 1 << 30,
         agent_slots: 0,
+        intake: Intake::Open,
     }
 }
 
@@ -279,6 +280,7 @@ fn step(term: Term, version: u64, consumed: &[u64]) -> ControlEntry {
         term,
         version: PolicyVersion(version),
         weights: Manifest::of(&version.to_be_bytes()),
+        weights_delta: None,
         optimizer_state: None,
         holders: vec![id(1)],
         consumed: consumed.iter().map(|n| rollout(*n)).collect(),

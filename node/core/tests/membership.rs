@@ -12,7 +12,7 @@ use starling_core::memory_network::{MemoryConfig, MemoryNetwork};
 use starling_core::runtime::NodeScope;
 use starling_core::transport::{CallError, FrameStream, Inbound, InboundError, Verdict};
 use starling_protocol::codec::decode;
-use starling_protocol::record::{NodeRecord, Role, SignedRecord};
+use starling_protocol::record::{Intake, NodeRecord, Role, SignedRecord};
 use starling_protocol::signed::{Signer, Verifier};
 use starling_protocol::wire::{GOSSIP_LEN_BYTES_MAX, Gossip, Service, Topic};
 use starling_protocol::{Hash, NodeId, Timestamp};
@@ -57,6 +57,7 @@ fn record(node: NodeId) -> NodeRecord {
         models: Vec::new(),
         storage_free_bytes: 1 << 30,
         agent_slots: 0,
+        intake: Intake::Open,
     }
 }
 

@@ -8,6 +8,7 @@ mod load;
 mod machine;
 mod replication;
 mod report;
+mod transfer;
 mod trio;
 
 use crate::cli::{BenchArgs, BenchName};
@@ -18,8 +19,14 @@ use report::{Report, Row};
 /// Most runs of a measurement: 50 of the slowest one take five minutes.
 const RUNS_MAX: usize = 50;
 
-const ALL: [BenchName; 5] =
-    [BenchName::Episodes, BenchName::Gateway, BenchName::Replication, BenchName::Generation, BenchName::Training];
+const ALL: [BenchName; 6] = [
+    BenchName::Episodes,
+    BenchName::Gateway,
+    BenchName::Replication,
+    BenchName::Transfer,
+    BenchName::Generation,
+    BenchName::Training,
+];
 
 /// Runs a benchmark, or all of them one after the other, and prints medians.
 ///
@@ -57,6 +64,7 @@ fn text_of(name: BenchName) -> &'static str {
         BenchName::Replication => "replication",
         BenchName::Generation => "generation",
         BenchName::Training => "training",
+        BenchName::Transfer => "transfer",
         BenchName::All => "all",
     }
 }
@@ -66,6 +74,7 @@ async fn measure(name: BenchName, runs: usize) -> anyhow::Result<Vec<Row>> {
         BenchName::Episodes => episodes::measure(runs).await,
         BenchName::Gateway => gateway::measure(runs).await,
         BenchName::Replication => replication::measure(runs).await,
+        BenchName::Transfer => transfer::measure(runs).await,
         BenchName::Generation => tokio::task::block_in_place(|| engine::generation(runs)),
         BenchName::Training => tokio::task::block_in_place(|| engine::training(runs)),
         BenchName::All => Ok(Vec::new()), // taken apart by the caller

@@ -5,14 +5,15 @@ use anyhow::{Context, bail, ensure};
 use libp2p::Multiaddr;
 use starling_bootstrap::identity::{Ed25519Verifier, Identity};
 use starling_bootstrap::ticket::parse_address;
-use starling_core::consensus::GroupConfig;
 use starling_core::compute::{LocalCompute, TrainerOptions};
+use starling_core::consensus::GroupConfig;
+use starling_core::maintenance::MaintenanceConfig;
 use starling_core::membership::MembershipConfig;
 use starling_core::transport::Transport;
 use starling_core::{CoreConfig, Dispatch, NodeCore};
 use starling_engine::{Device, InferenceOptions};
 use starling_mesh::{Mesh, MeshConfig};
-use starling_protocol::record::{NodeRecord, Role};
+use starling_protocol::record::{Intake, NodeRecord, Role};
 use starling_protocol::{Hash, JobId, NodeId};
 use starling_storage::{RocksOptions, RocksStore, SharedStore, rollouts};
 use std::path::Path;
@@ -93,14 +94,19 @@ impl Trio {
     pub(super) async fn stop(self) {
         self.shutdown.cancel();
         for node in self.holders.iter().chain([&self.gateway]) {
-            node.core.groups().stop().await;
-            node.mesh.shutdown().await;
+            node.stop().await;
         }
     }
 }
 
 impl Member {
-    fn address(&self) -> anyhow::Result<(NodeId, Vec<Multiaddr>)> {
+    /// Ends the node in order.
+    pub(super) async fn stop(&self) {
+        self.core.groups().stop().await;
+        self.mesh.shutdown().await;
+    }
+
+    pub(super) fn address(&self) -> anyhow::Result<(NodeId, Vec<Multiaddr>)> {
         let node = self.mesh.local();
         let parsed = self.mesh.addresses().into_iter().map(|a| parse_address(node, &a).map_err(anyhow::Error::msg));
         Ok((node, parsed.collect::<anyhow::Result<Vec<_>>>()?))
@@ -108,7 +114,7 @@ impl Member {
 }
 
 /// As `run` starts a node, without HTTP.
-async fn start_member(
+pub(super) async fn start_member(
     path: &Path,
     role: Role,
     network: Hash,
@@ -143,8 +149,10 @@ fn core_config(node: NodeId, role: Role) -> CoreConfig {
             models: Vec::new(),
             storage_free_bytes: 0,
             agent_slots: 0,
+            intake: Intake::Open,
         },
         membership: MembershipConfig::default(),
+        maintenance: MaintenanceConfig::default(),
         groups: GroupConfig::default(),
         compute: Arc::new(LocalCompute {
             device: Device::Cpu,

@@ -7,3 +7,4 @@ pub mod node;
 pub mod rollout;
 pub mod sim;
 pub mod status;
+pub mod store;

@@ -81,7 +81,12 @@ fn list(json: bool) -> anyhow::Result<ExitCode> {
         .collect();
     print(json, &all, || {
         let line = |s: &serde_json::Value| {
-            format!("{:<18} {:>6} nodes  {}", s["name"].as_str().unwrap_or(""), s["nodes"], s["about"].as_str().unwrap_or(""))
+            format!(
+                "{:<18} {:>6} nodes  {}",
+                s["name"].as_str().unwrap_or(""),
+                s["nodes"],
+                s["about"].as_str().unwrap_or("")
+            )
         };
         all.iter().map(line).collect::<Vec<_>>().join("\n")
     })?;
@@ -97,7 +102,8 @@ pub fn sim(args: &SimArgs, json: bool) -> anyhow::Result<ExitCode> {
         return list(json);
     }
     if let Some(name) = &args.show {
-        let text = library::text(name).ok_or_else(|| BadInput::wrap(anyhow!("no scenario of the library is called {name:?}")))?;
+        let text = library::text(name)
+            .ok_or_else(|| BadInput::wrap(anyhow!("no scenario of the library is called {name:?}")))?;
         print(json, &text, || text.trim_end().to_owned())?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -130,7 +136,8 @@ pub fn sim(args: &SimArgs, json: bool) -> anyhow::Result<ExitCode> {
             return Err(BadInput::wrap(why));
         }
         (None, _) => {
-            let threads = args.threads.or_else(|| std::thread::available_parallelism().ok().map(Into::into)).unwrap_or(1);
+            let threads =
+                args.threads.or_else(|| std::thread::available_parallelism().ok().map(Into::into)).unwrap_or(1);
             run_all(&plan, threads, |o| {
                 if !json && (plan.len() <= 50 || !o.violations.is_empty()) {
                     eprintln!("{}", line(o));
@@ -214,16 +221,7 @@ fn text(s: &Summary) -> String {
     let mut out = format!(
         "seeds {}: {} runs, {} events, {:.0} virtual seconds in {:.1} s; {} steps, {} rollouts acknowledged, {} consumed, \
          {} crashes; trace {}",
-        s.seeds,
-        s.runs,
-        s.events,
-        s.virtual_s,
-        s.wall_s,
-        s.steps,
-        s.acknowledged,
-        s.consumed,
-        s.crashes,
-        s.trace_hash
+        s.seeds, s.runs, s.events, s.virtual_s, s.wall_s, s.steps, s.acknowledged, s.consumed, s.crashes, s.trace_hash
     );
     for f in &s.violations {
         let v = &f.violation;

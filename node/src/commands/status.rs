@@ -2,6 +2,7 @@
 
 use super::client::AdminClient;
 use crate::print;
+use crate::units::show_bytes;
 use serde_json::Value;
 
 /// `status`.
@@ -17,6 +18,11 @@ pub async fn status(client: &AdminClient, json: bool) -> anyhow::Result<()> {
             out.push_str(&format!("listening {}\n", a.as_str().unwrap_or_default()));
         }
         out.push_str(&format!("members   {} live, {} connected\n", list("members").len(), list("connected").len()));
+        let store = &v["store"];
+        let bytes = |k: &str| store[k].as_u64().map_or("no limit".into(), show_bytes);
+        let takes = store["intake"].as_str().unwrap_or_default();
+        let (used, room) = (bytes("size_bytes"), bytes("headroom_bytes"));
+        out.push_str(&format!("store     {used} used, {room} left, {takes}\n"));
         for u in list("unreachable") {
             out.push_str(&format!("cannot reach {}: {}\n", u["address"], u["error"]));
         }

@@ -21,9 +21,7 @@ fn rises<T: Copy + Ord + std::fmt::Display>(
     what: &str,
 ) -> Result<(), Conflict> {
     match seen.insert((node, model.clone()), now) {
-        Some(before) if before > now => {
-            Err(format!("node {}: {what} of {model} fell from {before} to {now}", node.0))
-        }
+        Some(before) if before > now => Err(format!("node {}: {what} of {model} fell from {before} to {now}", node.0)),
         _ => Ok(()),
     }
 }

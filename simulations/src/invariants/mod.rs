@@ -1,5 +1,7 @@
 //! One property a file, by its number in `ARCHITECTURE.md`. Each looks at every event.
 
+mod i10_hashes;
+mod i11_bounds;
 mod i1_one_leader;
 mod i2_version_chain;
 mod i3_consumed_once;
@@ -9,8 +11,6 @@ mod i6_deposed_commits_nothing;
 mod i7_convergence;
 mod i8_never_back;
 mod i9_one_lease;
-mod i10_hashes;
-mod i11_bounds;
 mod named_waits;
 
 use crate::event::{Event, NodeIx};

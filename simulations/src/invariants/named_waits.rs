@@ -16,7 +16,9 @@ impl Invariant for NamedWaits {
     }
     fn on_event(&mut self, _at: Duration, event: &Event, _oracle: &Oracle) -> Result<(), Conflict> {
         match event {
-            Event::Waits { node, since, reason } if *since > PATIENCE && reason.as_deref().is_none_or(str::is_empty) => {
+            Event::Waits { node, since, reason }
+                if *since > PATIENCE && reason.as_deref().is_none_or(str::is_empty) =>
+            {
                 Err(format!("node {} has waited for {since:?} and gives no reason", node.0))
             }
             _ => Ok(()),

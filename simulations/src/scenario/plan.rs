@@ -60,7 +60,8 @@ fn drawn(scenario: &Scenario, rng: &mut ChaCha8Rng) -> Vec<Fault> {
                 },
             },
         };
-        let over_at_once = matches!(kind, FaultKind::Crash { .. } | FaultKind::DiskCorrupt { .. } | FaultKind::ClockJump { .. });
+        let over_at_once =
+            matches!(kind, FaultKind::Crash { .. } | FaultKind::DiskCorrupt { .. } | FaultKind::ClockJump { .. });
         faults.push(Fault { at, lasts: (!over_at_once).then_some(lasts), kind });
     }
     faults

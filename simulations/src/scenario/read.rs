@@ -198,7 +198,11 @@ impl Reader<'_> {
     fn behaviour(&self, at: usize, b: &LinkBehaviour) -> Result<(), Problem> {
         let (low, high) = b.latency_ms;
         if !(low >= 0.0 && low <= high && high <= 60_000.0) {
-            return self.problem(at, "latency_ms", format!("expected [low, high] in milliseconds, 0 <= low <= high <= 60000, got [{low}, {high}]"));
+            return self.problem(
+                at,
+                "latency_ms",
+                format!("expected [low, high] in milliseconds, 0 <= low <= high <= 60000, got [{low}, {high}]"),
+            );
         }
         self.share(at, "loss", b.loss)?;
         self.share(at, "duplication", b.duplication)?;
@@ -283,7 +287,11 @@ impl Reader<'_> {
                 && !devices.contains_key(d)
             {
                 let known: Vec<&str> = devices.keys().map(String::as_str).collect();
-                return self.problem(at, "device", format!("expected one of {known:?} (a table [device.NAME]), got {d:?}"));
+                return self.problem(
+                    at,
+                    "device",
+                    format!("expected one of {known:?} (a table [device.NAME]), got {d:?}"),
+                );
             }
             if g.slots == 0 && g.role.runs_agents() {
                 return self.problem(at, "slots", "expected at least 1, got 0");
@@ -318,7 +326,13 @@ impl Reader<'_> {
         Ok(())
     }
 
-    fn selects(&self, at: usize, key: &str, list: &OneOrMany, names: &BTreeSet<String>) -> Result<Vec<Select>, Problem> {
+    fn selects(
+        &self,
+        at: usize,
+        key: &str,
+        list: &OneOrMany,
+        names: &BTreeSet<String>,
+    ) -> Result<Vec<Select>, Problem> {
         let selects = list.selects();
         if selects.is_empty() {
             return self.problem(at, key, "expected at least one node");
@@ -390,7 +404,11 @@ impl Reader<'_> {
     fn fault(&self, at: usize, raw: RawFault, names: &BTreeSet<String>, end: Duration) -> Result<Fault, Problem> {
         if raw.at_s >= end {
             let (got, max) = (raw.at_s.as_secs_f64(), end.as_secs_f64());
-            return self.problem(at, "at_s", format!("expected a time before the end of the safety phase, {max} s, got {got}"));
+            return self.problem(
+                at,
+                "at_s",
+                format!("expected a time before the end of the safety phase, {max} s, got {got}"),
+            );
         }
         self.check_keys(at, &raw)?;
         let nodes = |key: &str| match (&raw.nodes, &raw.node) {
@@ -414,7 +432,11 @@ impl Reader<'_> {
                 Some(count) if count >= 2 && count as usize <= names.len() => FaultKind::Islands { count },
                 got => {
                     let n = names.len();
-                    return self.problem(at, "count", format!("expected 2 to {n} islands, one node each at least, got {got:?}"));
+                    return self.problem(
+                        at,
+                        "count",
+                        format!("expected 2 to {n} islands, one node each at least, got {got:?}"),
+                    );
                 }
             },
             "one_way" => match (&raw.from, &raw.to) {
@@ -440,7 +462,12 @@ impl Reader<'_> {
             "degrade" => FaultKind::Degrade {
                 nodes: nodes("nodes")?,
                 loss: self.share(at, "loss", raw.loss.unwrap_or(0.0))?,
-                latency: millis(need("latency_ms", raw.latency_ms.or(Some(0.0)), &|v| (0.0..=60_000.0).contains(&v), "0 to 60000")?),
+                latency: millis(need(
+                    "latency_ms",
+                    raw.latency_ms.or(Some(0.0)),
+                    &|v| (0.0..=60_000.0).contains(&v),
+                    "0 to 60000",
+                )?),
                 bandwidth_kib_s: raw.bandwidth_kib_s.unwrap_or(0),
             },
             "crash" => FaultKind::Crash {
@@ -456,7 +483,11 @@ impl Reader<'_> {
                     Some("weibull") => Session::Weibull,
                     Some("pareto") => Session::Pareto,
                     Some(other) => {
-                        return self.problem(at, "session", format!("expected \"exponential\", \"weibull\" or \"pareto\", got {other:?}"));
+                        return self.problem(
+                            at,
+                            "session",
+                            format!("expected \"exponential\", \"weibull\" or \"pareto\", got {other:?}"),
+                        );
                     }
                 },
                 mean: time("mean_s", raw.mean_s)?,
@@ -476,7 +507,8 @@ impl Reader<'_> {
             "disk_fails" => FaultKind::DiskFails { nodes: nodes("nodes")? },
             "disk_corrupt" => FaultKind::DiskCorrupt { nodes: nodes("nodes")?, values: raw.values.unwrap_or(1).max(1) },
             "clock_jump" => {
-                let by = need("by_s", raw.by_s, &|v| v != 0.0 && v.abs() <= 1e6, "seconds other than 0, within ±1000000")?;
+                let by =
+                    need("by_s", raw.by_s, &|v| v != 0.0 && v.abs() <= 1e6, "seconds other than 0, within ±1000000")?;
                 #[expect(clippy::cast_possible_truncation, reason = "at most 10^9 milliseconds")]
                 let by_ms = (by * 1000.0) as i64;
                 FaultKind::ClockJump { nodes: nodes("nodes")?, by_ms }
@@ -559,7 +591,8 @@ const KEYS: [(&str, &[&str]); 18] = [
 mod tests {
     use super::*;
 
-    const HEAD: &str = "name = \"t\"\nabout = \"a test\"\n[[node]]\nrole = \"server\"\ncount = 3\n[[node]]\nrole = \"client\"\n";
+    const HEAD: &str =
+        "name = \"t\"\nabout = \"a test\"\n[[node]]\nrole = \"server\"\ncount = 3\n[[node]]\nrole = \"client\"\n";
 
     fn wrong(tail: &str) -> Problem {
         parse(&format!("{HEAD}{tail}")).unwrap_err()

@@ -157,7 +157,9 @@ impl Agent {
             if crashes_at == Some(turn) {
                 return Outcome::Aborted("the agent crashed");
             }
-            let Some(answer) = self.call(&messages).await else { return Outcome::Aborted("the model cannot be reached") };
+            let Some(answer) = self.call(&messages).await else {
+                return Outcome::Aborted("the model cannot be reached");
+            };
             messages.push(("assistant", answer));
             let thinks = Duration::from_millis(self.rng.random_range(1..120));
             sleep(thinks).await;

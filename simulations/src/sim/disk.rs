@@ -57,9 +57,12 @@ impl SimDisk {
             let (family, key, mut value) = all.swap_remove(draw(all.len()));
             let byte = draw(value.len());
             value[byte] ^= 1 << draw(8);
+            if let (Family::Rollouts, Some(rollout)) = (family, hash_at_end(&key)) {
+                self.recorder.record(Event::Rotted { node: self.node, rollout });
+            }
             let mut batch = Batch::new();
             batch.put(family, key, value);
-            // Behind the node's back: no event, and as durable as what was there.
+            // Behind the node's back, and as durable as what was there.
             let _always_fits = self.inner.write(batch, Durability::Synced);
         }
     }
@@ -139,6 +142,12 @@ impl Store for SimDisk {
     }
     fn size_bytes(&self) -> Result<u64, StoreError> {
         self.inner.size_bytes()
+    }
+    fn headroom_bytes(&self) -> Result<Option<u64>, StoreError> {
+        self.inner.headroom_bytes()
+    }
+    fn reclaim(&self) -> Result<(), StoreError> {
+        self.inner.reclaim()
     }
     fn flush(&self) -> Result<(), StoreError> {
         self.inner.flush()

@@ -182,7 +182,12 @@ pub(crate) fn sides(
 /// A share of `nodes`, rounded up, drawn from the seed.
 pub(crate) fn share_of(mut nodes: Vec<NodeIx>, share: f64, rng: &mut ChaCha8Rng) -> Vec<NodeIx> {
     shuffle(&mut nodes, rng);
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss, reason = "a node count")]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "a node count"
+    )]
     let keep = (nodes.len() as f64 * share).ceil() as usize;
     nodes.truncate(keep);
     nodes.sort_unstable();

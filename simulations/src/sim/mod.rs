@@ -17,6 +17,6 @@ mod setup;
 mod watcher;
 mod world;
 
-pub use recorder::Violation;
 pub(crate) use recorder::Recorded;
+pub use recorder::Violation;
 pub(crate) use world::{Ended, World};

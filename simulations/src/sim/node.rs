@@ -10,12 +10,13 @@ use super::watcher;
 use crate::event::{Event, NodeIx};
 use crate::scenario::{Device, Job, NodeGroup};
 use starling_core::consensus::GroupConfig;
+use starling_core::maintenance::MaintenanceConfig;
 use starling_core::membership::MembershipConfig;
 use starling_core::memory_network::MemoryNetwork;
 use starling_core::runtime::NodeScope;
 use starling_core::{CoreConfig, Dispatch, NodeCore};
 use starling_protocol::NodeId;
-use starling_protocol::record::{NodeRecord, Role};
+use starling_protocol::record::{Intake, NodeRecord, Role};
 use starling_storage::SharedStore;
 use std::sync::Arc;
 use std::time::Duration;
@@ -154,9 +155,18 @@ impl SimNode {
                 models: Vec::new(),
                 storage_free_bytes: 1 << 40,
                 agent_slots: 0,
+                intake: Intake::default(),
             },
             membership: MembershipConfig { seeds: around.seeds.clone(), ..MembershipConfig::default() },
             groups: GroupConfig { witness: !roles.contains(&Role::Server), ..GroupConfig::default() },
+            // Minutes of a real node's life in seconds, so that a run of two minutes sees copies restored and data deleted.
+            maintenance: MaintenanceConfig {
+                beat: Duration::from_secs(1),
+                grace: Duration::from_secs(6),
+                rollouts_kept: Duration::from_secs(20),
+                orphans_kept: Duration::from_secs(30),
+                ..MaintenanceConfig::default()
+            },
             compute: Arc::new(compute),
             roles,
             seed,

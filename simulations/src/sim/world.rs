@@ -35,9 +35,16 @@ enum Action {
     Begin(usize),
     End(usize),
     /// A flapping split changes: cut or whole.
-    Flap { fault: usize, cut: bool },
+    Flap {
+        fault: usize,
+        cut: bool,
+    },
     /// A node under churn goes, or comes back.
-    Churn { fault: usize, node: NodeIx, leaves: bool },
+    Churn {
+        fault: usize,
+        node: NodeIx,
+        leaves: bool,
+    },
     /// A crashed node comes back.
     Restart(NodeIx),
 }
@@ -451,7 +458,8 @@ impl World {
         }
         self.cuts.heal_all(&self.network);
         let gone = self.gone_for_good();
-        let down: Vec<NodeIx> = self.nodes.iter().filter(|n| !n.is_up() && !gone.contains(&n.ix)).map(|n| n.ix).collect();
+        let down: Vec<NodeIx> =
+            self.nodes.iter().filter(|n| !n.is_up() && !gone.contains(&n.ix)).map(|n| n.ix).collect();
         self.recorder.record(Event::Healed);
         for node in down {
             self.start(node).await;
@@ -486,9 +494,7 @@ impl World {
             let all_newest = self.models.iter().all(|m| {
                 let newest = o.newest(m);
                 // While training goes on a version may be one behind: the next one is on its way.
-                servers.iter().all(|s| {
-                    o.served.get(&(*s, m.clone())).is_some_and(|v| v.0 + 1 >= newest.0)
-                })
+                servers.iter().all(|s| o.served.get(&(*s, m.clone())).is_some_and(|v| v.0 + 1 >= newest.0))
             });
             all_newest && (done || o.counts.steps > steps_at_heal + self.models.len() as u64)
         })

@@ -148,9 +148,14 @@ impl Client {
             }
         }
         let mut out = Claimed { renewed: true, ..Claimed::default() };
+        let draining = inner.core.maintenance().is_draining();
+        let want = if draining { 0 } else { want };
         if by_model.is_empty() && want > 0 {
             out.wait = Some(self.why_no_model(models));
             return out;
+        }
+        if draining {
+            out.wait = Some("this node is draining".into());
         }
         for (model, running) in by_model {
             let left = u32::try_from(want.saturating_sub(out.assignments.len())).unwrap_or(u32::MAX);
@@ -163,7 +168,7 @@ impl Client {
                     inner.leases.note((inner.core.clock())(), &assignments, &running, &revoked);
                     out.assignments.extend(assignments);
                     out.revoked.extend(revoked);
-                    if let Some(w) = wait {
+                    if let Some(w) = wait.filter(|_| !draining) {
                         out.wait = Some(describe(&model, &w));
                     }
                 }

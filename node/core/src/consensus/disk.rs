@@ -188,3 +188,18 @@ impl Disk {
 fn failed(error: StoreError) -> io::Error {
     io::Error::other(error)
 }
+
+/// The applied state of every group that `store` knows, without taking part in them: for tools on a stopped node.
+///
+/// # Errors
+/// When the store cannot be read or a state not be decoded.
+pub fn stored_states(store: &SharedStore) -> io::Result<Vec<(ModelName, ModelState)>> {
+    let models = starling_storage::raft_log::groups(&**store).map_err(failed)?;
+    models
+        .into_iter()
+        .map(|model| {
+            let applied = Disk::new(store.clone(), model.clone()).applied()?;
+            Ok((model, applied.state))
+        })
+        .collect()
+}

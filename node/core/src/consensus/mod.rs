@@ -19,6 +19,7 @@ mod state_machine;
 mod type_config;
 mod view;
 
+pub use disk::stored_states;
 pub use groups::{CreateError, GroupConfig, GroupError, Groups, ProposeError, ReadError};
 pub use type_config::{LogPayload, TypeConfig};
 pub use view::LeaderView;

@@ -8,7 +8,7 @@ use starling_engine::StepReport;
 use starling_protocol::Term;
 use starling_protocol::control::{Applied, ControlEntry, JobEnd, JobState, ModelState, StepCommitted, StepMetrics};
 use starling_protocol::ledger::{Admission, Ledger, LoadedTasks, TrainingBatch};
-use starling_protocol::manifest::Manifest;
+use starling_protocol::manifest::{DeltaManifest, Manifest};
 use starling_protocol::task::{Task, read_task_set};
 use starling_protocol::wire::RolloutAnnouncement;
 use std::collections::BTreeMap;
@@ -102,6 +102,8 @@ struct JobRun<'a> {
     trainer: Box<dyn StepTrainer>,
     /// The model's state at the start; consumed rollouts of later steps are in the ledger.
     state: Arc<ModelState>,
+    /// Of the newest committed version.
+    weights: Manifest,
     training: Option<Training>,
     collecting_since: Instant,
     heard: Instant,
@@ -129,8 +131,8 @@ impl<'a> JobRun<'a> {
             };
             tasks.push(LoadedTasks { train, heldout });
         }
-        let weights = state.weights.as_ref().ok_or("the model has no weights")?;
-        let weights = context.blobs.fetch(weights, &sources).await.map_err(|e| e.to_string())?;
+        let manifest = state.weights.as_ref().ok_or("the model has no weights")?;
+        let weights = context.blobs.fetch(manifest, &sources).await.map_err(|e| e.to_string())?;
         let config = load_config(desk, state).await?;
         let optimizer_state = match &state.optimizer_state {
             // Moments some versions old are better than none; they must not keep a model from training.
@@ -154,6 +156,7 @@ impl<'a> JobRun<'a> {
             job,
             trainer,
             state: state.clone(),
+            weights: manifest.clone(),
             training: None,
             collecting_since: Instant::now(),
             heard: Instant::now(),
@@ -281,7 +284,9 @@ impl<'a> JobRun<'a> {
         let context = &self.desk.context;
         let train_ms = millis(t.since);
         let replicating = Instant::now();
+        let bytes = stepped.weights.clone();
         let weights = context.blobs.put(stepped.weights).await.map_err(|e| e.to_string())?;
+        let weights_delta = context.blobs.put_delta(&self.weights, bytes).await.map_err(|e| e.to_string())?;
         let mut manifests = vec![weights.clone()];
         let mut optimizer_state = None;
         if let Some(bytes) = stepped.optimizer_state.filter(|_| t.with_optimizer_state) {
@@ -289,7 +294,7 @@ impl<'a> JobRun<'a> {
             manifests.push(m.clone());
             optimizer_state = Some(m);
         }
-        let holders = self.place(manifests).await;
+        let holders = self.place(manifests, weights_delta.clone()).await;
         let version = t.batch.version.next();
         let consumed = t.batch.consumed();
         let mut metrics = metrics_of(&t.batch, &stepped.report);
@@ -300,7 +305,8 @@ impl<'a> JobRun<'a> {
             job: self.job.job,
             term: self.term,
             version,
-            weights,
+            weights: weights.clone(),
+            weights_delta,
             optimizer_state,
             holders,
             consumed: consumed.clone(),
@@ -309,25 +315,26 @@ impl<'a> JobRun<'a> {
             metrics,
         };
         self.propose(ControlEntry::StepCommitted(Box::new(step))).await?;
+        self.weights = weights;
         self.desk.with_ledger(|l| l.handle_committed(version, &consumed));
         self.collecting_since = Instant::now();
         Ok(())
     }
 
     /// A second holder, the best reachable one; waits, and says so, while a live voter exists but none takes it.
-    async fn place(&self, manifests: Vec<Manifest>) -> Vec<starling_protocol::NodeId> {
+    async fn place(&self, manifests: Vec<Manifest>, delta: Option<DeltaManifest>) -> Vec<starling_protocol::NodeId> {
         let context = &self.desk.context;
         let local = context.transport.local();
         let key = manifests[0].hash;
         loop {
-            let others = context.membership.live_holders().into_iter().filter(|n| *n != local);
+            let others = context.membership.live_takers().into_iter().filter(|n| *n != local);
             let order = starling_protocol::placement::holders(key, others, usize::MAX);
             if order.is_empty() {
                 // Alone: the group has one voter, or the quorum is lost and the proposal will not pass.
                 return vec![local];
             }
             for peer in order {
-                match context.blobs.place(peer, manifests.clone()).await {
+                match context.blobs.place(peer, manifests.clone(), delta.clone()).await {
                     Ok(()) => return vec![local, peer],
                     Err(why) => {
                         self.desk.doing(format!("placing new weights: {} does not take them: {why}", peer.short()));

@@ -259,6 +259,11 @@ impl Membership {
     pub fn live_holders(&self) -> Vec<NodeId> {
         lock(&self.inner.table).live_records().filter(|r| r.holds_rollouts()).map(|r| r.node).collect()
     }
+    /// Live nodes that hold rollouts and weights for others and take more, ascending.
+    #[must_use]
+    pub fn live_takers(&self) -> Vec<NodeId> {
+        lock(&self.inner.table).live_records().filter(|r| r.takes_rollouts()).map(|r| r.node).collect()
+    }
     /// Live servers, ascending.
     #[must_use]
     pub fn live_servers(&self) -> Vec<NodeId> {

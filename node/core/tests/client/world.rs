@@ -3,13 +3,14 @@
 use crate::compute::{Control, FakeCompute};
 use starling_core::client::{Client, ClientConfig, Generation, GenerationEvent};
 use starling_core::consensus::GroupConfig;
+use starling_core::maintenance::MaintenanceConfig;
 use starling_core::membership::MembershipConfig;
-use starling_core::memory_transport::{MemoryConfig, MemoryNetwork};
+use starling_core::memory_network::{MemoryConfig, MemoryNetwork};
 use starling_core::runtime::NodeScope;
 use starling_core::{CoreConfig, Dispatch, NodeCore};
 use starling_protocol::assignment::{Assignment, Purpose};
 use starling_protocol::job::Sampling;
-use starling_protocol::record::{NodeRecord, Role};
+use starling_protocol::record::{Intake, NodeRecord, Role};
 use starling_protocol::rollout::{FinishReason, Rollout, TurnReceipt, verify_rollout};
 use starling_protocol::signed::{Signer, Verifier};
 use starling_protocol::timeline::{CanonicalMessage, Completion, TimelineTree, TurnInfo};
@@ -156,6 +157,7 @@ async fn start_node(network: &Arc<MemoryNetwork>, started: Instant, n: u8, run: 
     let role = if n == CLIENT { Role::Client } else { Role::Server };
     let node = id(n);
     let config = CoreConfig {
+        maintenance: MaintenanceConfig::default(),
         roles: vec![role],
         record: NodeRecord {
             node,
@@ -169,6 +171,7 @@ async fn start_node(network: &Arc<MemoryNetwork>, started: Instant, n: u8, run: 
             models: Vec::new(),
             storage_free_bytes: 1 << 30,
             agent_slots: 0,
+            intake: Intake::default(),
         },
         membership: MembershipConfig::default(),
         groups: GroupConfig::default(),

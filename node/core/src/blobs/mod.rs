@@ -1,18 +1,28 @@
 //! Weights, model files and task sets as content-addressed chunks: serving, fetching, placing on other nodes.
+//!
+//! ```text
+//! hold ─▶ what is missing here ─▶ asked of many peers at once ─▶ hashed ─▶ written in groups ─▶ one sync
+//!      └▶ or: delta here or fetched ─▶ applied to the base ─▶ checked against the manifest ─▶ written
+//! ```
+
+mod delta;
+mod serve;
+mod transfer;
 
 use crate::runtime::{Stopped, blocking};
-use crate::transport::{CallError, InboundError, SharedTransport};
-use bytes::Bytes;
+use crate::transport::{CallError, SharedTransport};
 use starling_protocol::codec::{DecodeError, decode, encode};
-use starling_protocol::manifest::{Manifest, ManifestError};
+use starling_protocol::manifest::{DeltaManifest, Manifest, ManifestError};
 use starling_protocol::wire::{BlobCall, BlobReply, CALL_LEN_BYTES_MAX, Service};
 use starling_protocol::{Hash, NodeId};
 use starling_storage::blobs;
-use starling_storage::{Durability, SharedStore, StoreError};
+use starling_storage::{Family, SharedStore, StoreError};
 use std::time::Duration;
 
-/// Limit of one chunk request: 1 MiB at 1 Mbit/s, with room for a busy peer.
-const CHUNK_LIMIT: Duration = Duration::from_secs(10);
+/// Limit of a [`BlobCall::Have`], which reads an index.
+const HAVE_LIMIT: Duration = Duration::from_secs(5);
+/// How often a value that is read and found corrupt is fetched again, in one read.
+const REPAIRS_MAX: usize = 4;
 /// Limit of a [`BlobCall::Hold`] whatever its size: a peer that was killed and came back under the same name may
 /// still have a dead connection, and another holder is better than waiting for it to be noticed.
 const HOLD_LIMIT: Duration = Duration::from_secs(5);
@@ -73,15 +83,34 @@ impl Blobs {
         Ok(blocking(move || blobs::put_manifest_bytes(&*store, &bytes)).await??)
     }
 
-    /// The bytes of `manifest`: from the local store, missing chunks from `peers` in turn.
+    /// The bytes of `manifest`: from the local store, missing chunks from `peers`. A chunk that is corrupt here goes to
+    /// quarantine and is fetched as if it were missing.
     ///
     /// # Errors
     /// [`BlobError`]; chunks that came stay stored, so a retry goes on where this stopped.
     pub async fn fetch(&self, manifest: &Manifest, peers: &[NodeId]) -> Result<Vec<u8>, BlobError> {
-        self.hold(manifest, peers).await?;
-        let (store, m) = (self.store.clone(), manifest.clone());
-        let bytes = blocking(move || blobs::read_manifest(&*store, &m)).await??;
-        bytes.ok_or(BlobError::Unavailable { chunk: manifest.hash, tried: "deleted while it was read".into() })
+        let mut repairs = 0;
+        loop {
+            self.hold(manifest, peers).await?;
+            let (store, m) = (self.store.clone(), manifest.clone());
+            match blocking(move || blobs::read_manifest(&*store, &m)).await? {
+                Ok(Some(bytes)) => return Ok(bytes),
+                Ok(None) => {
+                    return Err(BlobError::Unavailable {
+                        chunk: manifest.hash,
+                        tried: "deleted while it was read".into(),
+                    });
+                }
+                Err(StoreError::Corrupt { family: Family::Blobs, key, reason }) if repairs < REPAIRS_MAX => {
+                    repairs += 1;
+                    let Ok(chunk) = key.parse::<Hash>() else {
+                        return Err(StoreError::Corrupt { family: Family::Blobs, key, reason }.into());
+                    };
+                    self.set_aside(chunk, &reason).await;
+                }
+                Err(e) => return Err(e.into()),
+            }
+        }
     }
 
     /// Makes sure that every chunk of `manifest` lies durably in the local store.
@@ -92,50 +121,40 @@ impl Blobs {
         manifest.check()?;
         let (store, m) = (self.store.clone(), manifest.clone());
         let missing = blocking(move || blobs::missing_chunks(&*store, &m)).await??;
-        for (i, chunk) in missing.into_iter().enumerate() {
-            let bytes = self.fetch_chunk(chunk, peers, i).await?;
-            let store = self.store.clone();
-            blocking(move || blobs::put_blob(&*store, &bytes, Durability::Synced)).await??;
-        }
-        Ok(())
+        if missing.is_empty() { Ok(()) } else { transfer::fetch_chunks(self, missing, peers).await }
     }
 
-    /// Peers take turns, starting at another one for each chunk, so that the load spreads.
-    async fn fetch_chunk(&self, chunk: Hash, peers: &[NodeId], turn: usize) -> Result<Vec<u8>, BlobError> {
-        let mut tried = String::new();
-        for k in 0..peers.len() {
-            let peer = peers[(turn + k) % peers.len()];
-            if peer == self.transport.local() {
-                continue;
-            }
-            let said = match self.ask(peer, &BlobCall::Get(chunk), CHUNK_LIMIT).await {
-                Ok(BlobReply::Chunk(bytes)) if Hash::of(&bytes) == chunk => return Ok(bytes.into_vec()),
-                Ok(BlobReply::Chunk(_)) => "bytes with another hash".to_owned(),
-                Ok(BlobReply::Missing(_)) => "does not have it".to_owned(),
-                Ok(BlobReply::Refused(why)) => why,
-                Ok(BlobReply::Held) => "an answer to another question".to_owned(),
-                Err(e) => e.to_string(),
-            };
-            tried.push_str(&format!("[{}: {said}] ", peer.short()));
-        }
-        if tried.is_empty() {
-            "no peer known that could have it".clone_into(&mut tried);
-        }
-        Err(BlobError::Unavailable { chunk, tried })
-    }
-
-    /// Has `peer` fetch `manifests` from this node and store them durably.
+    /// Has `peer` fetch `manifests` from this node and store them durably; the first one by way of `delta`, if there is
+    /// one and the peer has its base.
     ///
     /// # Errors
     /// The peer's refusal or the call's failure, in words.
-    pub async fn place(&self, peer: NodeId, manifests: Vec<Manifest>) -> Result<(), String> {
+    pub async fn place(
+        &self,
+        peer: NodeId,
+        manifests: Vec<Manifest>,
+        delta: Option<DeltaManifest>,
+    ) -> Result<(), String> {
         let mib = manifests.iter().map(|m| m.len_bytes >> 20).sum::<u64>();
         let limit = HOLD_LIMIT + HOLD_LIMIT_PER_MIB * u32::try_from(mib).unwrap_or(u32::MAX);
-        let call = BlobCall::Hold { manifests, from: self.transport.local() };
+        let call = BlobCall::Hold { manifests, from: self.transport.local(), delta };
         match self.ask(peer, &call, limit).await {
             Ok(BlobReply::Held) => Ok(()),
             Ok(BlobReply::Refused(why)) => Err(why),
-            Ok(BlobReply::Chunk(_) | BlobReply::Missing(_)) => Err("an answer to another question".into()),
+            Ok(_) => Err("an answer to another question".into()),
+            Err(e) => Err(e.to_string()),
+        }
+    }
+
+    /// Which of `chunks` `peer` does not have.
+    ///
+    /// # Errors
+    /// The peer's refusal or the call's failure, in words.
+    pub async fn lacks(&self, peer: NodeId, chunks: Vec<Hash>) -> Result<Vec<Hash>, String> {
+        match self.ask(peer, &BlobCall::Have(chunks), HAVE_LIMIT).await {
+            Ok(BlobReply::Lacks(chunks)) => Ok(chunks),
+            Ok(BlobReply::Refused(why)) => Err(why),
+            Ok(_) => Err("an answer to another question".into()),
             Err(e) => Err(e.to_string()),
         }
     }
@@ -143,37 +162,6 @@ impl Blobs {
     async fn ask(&self, peer: NodeId, call: &BlobCall, limit: Duration) -> Result<BlobReply, CallError> {
         let body = self.transport.call(peer, Service::Blobs, encode(call).into(), limit).await?;
         decode("blob reply", &body, CALL_LEN_BYTES_MAX).map_err(|e| CallError::Failed { peer, reason: e.to_string() })
-    }
-
-    /// Answers a peer.
-    ///
-    /// # Errors
-    /// [`InboundError::Malformed`] for bytes that are no [`BlobCall`].
-    pub async fn on_call(&self, body: &[u8]) -> Result<Bytes, InboundError> {
-        let call: BlobCall =
-            decode("blob call", body, CALL_LEN_BYTES_MAX).map_err(|e| InboundError::Malformed(e.to_string()))?;
-        let reply = match call {
-            BlobCall::Get(hash) => {
-                let store = self.store.clone();
-                match blocking(move || blobs::get_blob(&*store, hash)).await {
-                    Ok(Ok(Some(bytes))) => BlobReply::Chunk(serde_bytes::ByteBuf::from(bytes)),
-                    Ok(Ok(None)) => BlobReply::Missing(hash),
-                    Ok(Err(e)) => BlobReply::Refused(e.to_string()),
-                    Err(e) => BlobReply::Refused(e.to_string()),
-                }
-            }
-            BlobCall::Hold { manifests, from } => {
-                let mut reply = BlobReply::Held;
-                for m in &manifests {
-                    if let Err(e) = self.hold(m, &[from]).await {
-                        reply = BlobReply::Refused(e.to_string());
-                        break;
-                    }
-                }
-                reply
-            }
-        };
-        Ok(encode(&reply).into())
     }
 
     /// Deletes the chunks of `old` that none of `keep` needs.

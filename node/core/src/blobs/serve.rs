@@ -1,0 +1,101 @@
+//! What this node answers to peers that ask for chunks.
+
+use super::Blobs;
+use crate::runtime::{blocking, spawn};
+use crate::transport::InboundError;
+use bytes::Bytes;
+use starling_protocol::Hash;
+use starling_protocol::codec::{decode, encode};
+use starling_protocol::wire::{BlobCall, BlobReply, CALL_LEN_BYTES_MAX, HAVE_MAX};
+use starling_storage::quarantine::quarantine_blob;
+use starling_storage::{StoreError, blobs};
+
+impl Blobs {
+    /// Answers a peer.
+    ///
+    /// # Errors
+    /// [`InboundError::Malformed`] for bytes that are no [`BlobCall`].
+    pub async fn on_call(&self, body: &[u8]) -> Result<Bytes, InboundError> {
+        let call: BlobCall =
+            decode("blob call", body, CALL_LEN_BYTES_MAX).map_err(|e| InboundError::Malformed(e.to_string()))?;
+        let reply = match call {
+            BlobCall::Get(hash) => self.give(hash).await,
+            BlobCall::Hold { manifests, from, delta } => {
+                let mut reply = BlobReply::Held;
+                for (i, m) in manifests.iter().enumerate() {
+                    let delta = delta.as_ref().filter(|_| i == 0);
+                    if let Err(e) = self.hold_either_way(m, delta, &[from]).await {
+                        reply = BlobReply::Refused(with_source(&e));
+                        break;
+                    }
+                }
+                reply
+            }
+            BlobCall::Have(chunks) if chunks.len() > HAVE_MAX => {
+                let why = format!("field `chunks`: expected at most {HAVE_MAX}, got {}", chunks.len());
+                return Err(InboundError::Malformed(why));
+            }
+            BlobCall::Have(chunks) => {
+                let store = self.store.clone();
+                let lacks = move || {
+                    let mut lacks = Vec::new();
+                    for chunk in chunks {
+                        if !blobs::has_blob(&*store, chunk)? {
+                            lacks.push(chunk);
+                        }
+                    }
+                    Ok::<_, StoreError>(lacks)
+                };
+                match blocking(lacks).await {
+                    Ok(Ok(lacks)) => BlobReply::Lacks(lacks),
+                    Ok(Err(e)) => BlobReply::Refused(e.to_string()),
+                    Err(e) => BlobReply::Refused(e.to_string()),
+                }
+            }
+        };
+        Ok(encode(&reply).into())
+    }
+
+    async fn give(&self, hash: Hash) -> BlobReply {
+        let store = self.store.clone();
+        match blocking(move || blobs::get_blob(&*store, hash)).await {
+            Ok(Ok(Some(bytes))) => BlobReply::Chunk(serde_bytes::ByteBuf::from(bytes)),
+            Ok(Ok(None)) => BlobReply::Missing(hash),
+            Ok(Err(StoreError::Corrupt { reason, .. })) => {
+                self.set_aside(hash, &reason).await;
+                // Another peer may have it; the one that asks does not wait for that.
+                let this = self.clone();
+                spawn(async move {
+                    let peers = this.transport.connected();
+                    match super::transfer::fetch_chunks(&this, vec![hash], &peers).await {
+                        Ok(()) => tracing::info!(chunk = %hash.short(), "corrupt chunk replaced by a peer's"),
+                        Err(e) => tracing::warn!(chunk = %hash.short(), error = %e, "corrupt chunk not replaced yet"),
+                    }
+                });
+                BlobReply::Missing(hash)
+            }
+            Ok(Err(e)) => BlobReply::Refused(e.to_string()),
+            Err(e) => BlobReply::Refused(e.to_string()),
+        }
+    }
+
+    /// Moves a corrupt chunk out of the way.
+    pub(super) async fn set_aside(&self, hash: Hash, reason: &str) {
+        tracing::error!(chunk = %hash.short(), %reason, "a stored chunk is corrupt: quarantined");
+        let store = self.store.clone();
+        if let Ok(Err(e)) = blocking(move || quarantine_blob(&*store, hash)).await {
+            tracing::error!(chunk = %hash.short(), error = %e, "cannot quarantine it");
+        }
+    }
+}
+
+/// An error and what is behind it, in one line: what a peer needs to know of a full disk.
+fn with_source(e: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = e.to_string();
+    let mut source = e.source();
+    while let Some(s) = source {
+        text.push_str(&format!(": {s}"));
+        source = s.source();
+    }
+    text
+}
