@@ -16,6 +16,7 @@ use crate::assignment::{Assignment, EvalPhase, HeldLease, Purpose};
 use crate::control::{EvalScore, EvaluationCompleted, JobState};
 use crate::ids::{EpisodeId, GroupId, NodeId, PolicyVersion, RolloutId, TaskRef, Term};
 use crate::job::{CollectionRule, Sampling};
+use crate::planted::{self, Bug};
 use crate::rollout::{Rollout, VerifiedRollout};
 use crate::task::{Task, TaskOrder};
 use crate::time::Timestamp;
@@ -303,7 +304,12 @@ impl Ledger {
     }
 
     fn is_whole(&self, g: &OpenGroup) -> bool {
-        g.rollouts.len() >= self.group_size()
+        let have = if planted::has(Bug::CountTimelines) {
+            g.rollouts.values().map(|r| r.rollout.timelines.len()).sum()
+        } else {
+            g.rollouts.len()
+        };
+        have >= self.group_size()
     }
 
     fn plan_evaluation(&mut self) {
@@ -640,7 +646,8 @@ impl Ledger {
     }
 
     fn is_stale(&self, oldest: Option<PolicyVersion>) -> bool {
-        oldest.is_some_and(|o| self.version.0.saturating_sub(o.0) > u64::from(self.job.spec.staleness_max))
+        !planted::has(Bug::AdmitStale)
+            && oldest.is_some_and(|o| self.version.0.saturating_sub(o.0) > u64::from(self.job.spec.staleness_max))
     }
 
     /// The next step's batch, once the collection rule is met and no other batch is being trained.

@@ -18,6 +18,8 @@ pub mod run;
 pub mod scenario;
 mod sim;
 
+#[cfg(feature = "planted-bugs")]
+pub use run::run_planted;
 pub use run::{Outcome, replays, run, run_all};
 pub use scenario::Scenario;
 pub use sim::Violation;

@@ -68,10 +68,22 @@ impl From<NodeCounters> for Traffic {
 /// Runs `scenario` with `seed`, on a thread and runtime of its own. `keep` keeps the events for a report.
 #[must_use]
 pub fn run(scenario: &Arc<Scenario>, seed: u64, keep: bool) -> Outcome {
+    run_after(scenario, seed, keep, || ())
+}
+
+/// The same with a bug planted into the node's logic: a checker must find it.
+#[cfg(feature = "planted-bugs")]
+#[must_use]
+pub fn run_planted(scenario: &Arc<Scenario>, seed: u64, bug: starling_protocol::planted::Bug) -> Outcome {
+    run_after(scenario, seed, false, move || starling_protocol::planted::plant(Some(bug)))
+}
+
+fn run_after(scenario: &Arc<Scenario>, seed: u64, keep: bool, prepare: impl FnOnce() + Send + 'static) -> Outcome {
     let name = scenario.name.clone();
     let scenario = scenario.clone();
     let thread = std::thread::Builder::new().name(format!("sim-{seed}")).stack_size(STACK_BYTES);
     let running = thread.spawn(move || {
+        prepare();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
         runtime.map(|r| r.block_on(async { Box::pin(World::new(scenario, seed, keep).run()).await }))
     });

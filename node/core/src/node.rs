@@ -18,6 +18,7 @@ use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{ControlEntry, ModelFiles, ModelState};
 use starling_protocol::ledger::LedgerCounts;
 use starling_protocol::manifest::Manifest;
+use starling_protocol::planted::{self, Bug};
 use starling_protocol::record::{Intake, NodeRecord, Role};
 use starling_protocol::signed::{Signer, Verifier};
 use starling_protocol::wire::{
@@ -497,7 +498,7 @@ impl NodeCore {
                         | ControlEntry::JobSubmitted { .. }
                         | ControlEntry::JobEnded { .. }
                 );
-                if !foreign {
+                if !foreign && !planted::has(Bug::SkipFencing) {
                     return Ok(LeaderReply::Refused("only a leader proposes steps and evaluations".into()));
                 }
                 Ok(match self.groups.propose(&model, *entry).await {

@@ -12,9 +12,11 @@ mod i7_convergence;
 mod i8_never_back;
 mod i9_one_lease;
 mod named_waits;
+mod whole_groups;
 
 use crate::event::{Event, NodeIx};
 use crate::oracle::Oracle;
+use crate::scenario::Job;
 use std::time::Duration;
 
 /// What a checker found: the states that conflict.
@@ -57,9 +59,11 @@ pub struct End<'a> {
     pub converged: bool,
 }
 
-/// Every checker.
+/// Every checker, for a scenario's job.
 #[must_use]
-pub fn all(staleness_max: u64, replication: u32) -> Vec<Box<dyn Invariant>> {
+pub fn all(job: &Job) -> Vec<Box<dyn Invariant>> {
+    let (staleness_max, replication) = (u64::from(job.staleness_max), u32::from(job.replication));
+    let (group_size, groups_per_step) = (job.group_size as usize, job.groups_per_step as usize);
     vec![
         Box::new(i1_one_leader::OneLeader::default()),
         Box::new(i2_version_chain::VersionChain::default()),
@@ -73,5 +77,6 @@ pub fn all(staleness_max: u64, replication: u32) -> Vec<Box<dyn Invariant>> {
         Box::new(i10_hashes::Hashes),
         Box::new(i11_bounds::Bounds),
         Box::new(named_waits::NamedWaits),
+        Box::new(whole_groups::WholeGroups { group_size, groups_per_step }),
     ]
 }

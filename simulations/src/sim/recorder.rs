@@ -3,6 +3,7 @@
 use crate::event::{Event, NodeIx};
 use crate::invariants::{self, End, Invariant};
 use crate::oracle::Oracle;
+use crate::scenario::Job;
 use starling_protocol::{Hash, NodeId};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -64,20 +65,14 @@ pub(crate) struct Recorded {
 }
 
 impl Recorder {
-    pub(crate) fn new(
-        start: Instant,
-        ids: BTreeMap<NodeId, NodeIx>,
-        staleness_max: u32,
-        replication: u8,
-        keep: bool,
-    ) -> Self {
+    pub(crate) fn new(start: Instant, ids: BTreeMap<NodeId, NodeIx>, job: &Job, keep: bool) -> Self {
         let state = State {
             hasher: blake3::Hasher::new(),
             line: Vec::new(),
             events: 0,
             messages: 0,
             oracle: Oracle::default(),
-            checkers: invariants::all(u64::from(staleness_max), u32::from(replication)),
+            checkers: invariants::all(job),
             violations: Vec::new(),
             kept: keep.then(Vec::new),
         };

@@ -93,8 +93,7 @@ impl World {
         let id = |name: &str| super::key::SimKey::named(name).0;
         let ids: BTreeMap<NodeId, NodeIx> =
             names.iter().zip(0_u32..).map(|((name, _), i)| (id(name), NodeIx(i))).collect();
-        let job = &scenario.job;
-        let recorder = Recorder::new(start, ids, job.staleness_max, job.replication, keep);
+        let recorder = Recorder::new(start, ids, &scenario.job, keep);
         let nodes = names.iter().zip(0_u32..).map(|((name, g), i)| {
             let group = scenario.nodes[*g].clone();
             let device = scenario.device(&group);

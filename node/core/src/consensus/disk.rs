@@ -5,6 +5,7 @@ use std::io;
 use serde::{Serialize, de::DeserializeOwned};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{ModelState, StepCommitted};
+use starling_protocol::planted::{self, Bug};
 use starling_protocol::{ModelName, PolicyVersion, RolloutId};
 use starling_storage::schema::raft_meta_key;
 use starling_storage::{Batch, Durability, Family, RaftLog, RaftMeta, SharedStore, StoreError, consumed, steps};
@@ -67,6 +68,9 @@ impl Disk {
     // --- log ---
 
     pub(super) fn vote(&self) -> io::Result<Option<Vote>> {
+        if planted::has(Bug::ForgetVote) {
+            return Ok(None);
+        }
         self.meta(RaftMeta::Vote)
     }
     pub(super) fn save_vote(&self, vote: &Vote) -> io::Result<()> {
@@ -86,7 +90,9 @@ impl Disk {
         last.map(|(_, bytes)| read::<Entry>("log entry", &bytes).map(|e| e.log_id)).transpose()
     }
     pub(super) fn append(&self, entries: &[(u64, Vec<u8>)]) -> io::Result<()> {
-        self.log.append(entries, Durability::Synced).map_err(failed)
+        self.log
+            .append(entries, if planted::has(Bug::LoseLogTail) { Durability::Buffered } else { Durability::Synced })
+            .map_err(failed)
     }
     /// Entries `from <= index < to`; after the first, only while their bytes stay below `max_bytes`.
     pub(super) fn entries(&self, from: u64, to: u64, max_bytes: usize) -> io::Result<Vec<Entry>> {

@@ -9,6 +9,7 @@ use starling_protocol::Term;
 use starling_protocol::control::{Applied, ControlEntry, JobEnd, JobState, ModelState, StepCommitted, StepMetrics};
 use starling_protocol::ledger::{Admission, Ledger, LoadedTasks, TrainingBatch};
 use starling_protocol::manifest::{DeltaManifest, Manifest};
+use starling_protocol::planted::{self, Bug};
 use starling_protocol::task::{Task, read_task_set};
 use starling_protocol::wire::RolloutAnnouncement;
 use std::collections::BTreeMap;
@@ -42,7 +43,7 @@ pub(super) async fn lead(desk: Arc<Desk>, mut intake: mpsc::Receiver<RolloutAnno
                         return;
                     }
                     let v = leadership.borrow_and_update();
-                    if !v.is_self || v.term != view.term {
+                    if (!v.is_self || v.term != view.term) && !planted::has(Bug::SkipFencing) {
                         return;
                     }
                 }
@@ -147,7 +148,7 @@ impl<'a> JobRun<'a> {
         };
         let trainer = context.compute.start_trainer(&config, weights, optimizer_state, &job.spec.trainer)?;
         // This term may have been led from here before. No start gives out a million episodes in a millisecond.
-        let first = (context.clock)().0.saturating_mul(1 << 20);
+        let first = if planted::has(Bug::ReissueEpisode) { 0 } else { (context.clock)().0.saturating_mul(1 << 20) };
         let ledger = Ledger::new(job.clone(), term, state.version, tasks).counting_from(first);
         *desk.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(Open { term, ledger });
         let run = Self {
@@ -249,6 +250,9 @@ impl<'a> JobRun<'a> {
         if self.training.is_none()
             && let Some(batch) = self.desk.with_ledger(Ledger::take_batch).flatten()
         {
+            if planted::has(Bug::ConsumeBeforeCommit) {
+                self.desk.context.rollouts.mark_consumed_early(&batch.consumed(), batch.version.next());
+            }
             let every = self.job.spec.optimizer_state_every;
             let with_optimizer_state = every > 0 && batch.version.next().0 % every == 0;
             let done = self.trainer.step(samples_of(&batch), with_optimizer_state);
@@ -347,6 +351,9 @@ impl<'a> JobRun<'a> {
     }
 
     async fn propose(&self, entry: ControlEntry) -> Result<(), String> {
+        if planted::has(Bug::SkipFencing) {
+            return self.desk.context.models.propose(&self.desk.model, entry).await.map_err(|e| e.to_string());
+        }
         match self.desk.context.groups.propose_as(&self.desk.model, self.term, entry).await {
             Ok(Applied::Yes | Applied::Already) => Ok(()),
             Ok(Applied::Refused(why)) => Err(format!("the log refused it: {why}")),

@@ -17,6 +17,7 @@ use announce::{ANNOUNCE_QUEUE, announcer};
 use put::{HOLDER_QUEUE, Put, put_batches};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::placement;
+use starling_protocol::planted::{self, Bug};
 use starling_protocol::record::Intake;
 use starling_protocol::rollout::SealedRollout;
 use starling_protocol::signed::Verifier;
@@ -95,6 +96,17 @@ impl Rollouts {
         })
     }
 
+    /// See [`Bug::ConsumeBeforeCommit`].
+    #[cfg(feature = "planted-bugs")]
+    pub(crate) fn mark_consumed_early(&self, ids: &[RolloutId], version: starling_protocol::PolicyVersion) {
+        let mut batch = starling_storage::Batch::new();
+        starling_storage::consumed::mark_consumed(&mut batch, ids.iter().copied(), version);
+        let _planted = starling_storage::Store::write(&*self.store, batch, Durability::Synced);
+    }
+    #[cfg(not(feature = "planted-bugs"))]
+    #[expect(clippy::unused_self, reason = "the same call with and without planted bugs")]
+    pub(crate) fn mark_consumed_early(&self, _ids: &[RolloutId], _version: starling_protocol::PolicyVersion) {}
+
     /// Makes `sealed` durable on `replication` holders (fewer only if fewer live and stay), records the acknowledgement
     /// and announces it. Returns the holders.
     ///
@@ -113,6 +125,7 @@ impl Rollouts {
             return Err(ReplicateError::NoHolders);
         }
         let need = replication.min(order.len());
+        let need = if planted::has(Bug::ForgetHolder) { need.saturating_sub(1).max(1) } else { need };
         let sealed = Arc::new(sealed);
         let mut held = Vec::with_capacity(need);
         let mut tried = String::new();

@@ -6,6 +6,7 @@ use crate::transport::InboundError;
 use bytes::Bytes;
 use serde_bytes::ByteBuf;
 use starling_protocol::codec::{decode, encode};
+use starling_protocol::planted::{self, Bug};
 use starling_protocol::record::Intake;
 use starling_protocol::rollout::{ROLLOUT_LEN_BYTES_MAX, open_rollout};
 use starling_protocol::signed::Verifier;
@@ -82,7 +83,9 @@ fn answer(
                     Err(e) => tracing::warn!(from = %from.short(), error = %e, "rollout refused"),
                 }
             }
-            match rollouts::put_rollouts(&**store, &items, Durability::Synced) {
+            let durability =
+                if planted::has(Bug::AcknowledgeBeforePersist) { Durability::Buffered } else { Durability::Synced };
+            match rollouts::put_rollouts(&**store, &items, durability) {
                 Ok(_) => RolloutReply::Stored(items.iter().map(|(id, _, _)| *id).collect()),
                 Err(e) => refused(&e),
             }
