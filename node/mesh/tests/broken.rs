@@ -112,7 +112,6 @@ async fn streams_to_a_former_life_of_a_peer_end_soon_after_it_is_back() {
         let took = begun.elapsed();
         assert!(!matches!(broke, Ok(Some(_))), "{over:?}: {broke:?}");
         assert!(took < Duration::from_secs(6), "{over:?}: {took:?}");
-        println!("{over:?}: the old stream ended {took:.1?} after the peer was killed");
         let mut stream = a.mesh.open_generate(back.id, LIMIT).await.unwrap();
         stream.send.send(Bytes::from_static(b"x")).await.unwrap();
         assert!(stream.recv.recv().await.unwrap().is_some(), "{over:?}");

@@ -80,9 +80,8 @@ impl Writer {
                 if line == "open" {
                     let _ = open.send(());
                 }
-                // A line that the kill cut off is no acknowledgement, but its number may look like one of fewer digits:
-                // that would only ask for less.
-                last = line.strip_prefix("acked ").and_then(|n| n.parse().ok()).or(last);
+                // A number that the kill cut off is a smaller one.
+                last = last.max(line.strip_prefix("acked ").and_then(|n| n.parse().ok()));
             }
             last
         });
@@ -91,7 +90,7 @@ impl Writer {
 
     /// Waits until it has opened the store.
     pub(crate) fn opened(&self) {
-        self.opened.recv_timeout(Duration::from_secs(60)).expect("the writer opens the store");
+        self.opened.recv_timeout(Duration::from_secs(60)).unwrap();
     }
 
     /// SIGKILL; returns the last operation acknowledged, of this run.
