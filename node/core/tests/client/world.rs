@@ -4,7 +4,7 @@ use crate::compute::{Control, FakeCompute};
 use starling_core::client::{Client, ClientConfig, Generation, GenerationEvent};
 use starling_core::consensus::GroupConfig;
 use starling_core::membership::MembershipConfig;
-use starling_core::memory_transport::{MemoryConfig, MemoryNetwork};
+use starling_core::memory_network::{MemoryConfig, MemoryNetwork};
 use starling_core::runtime::NodeScope;
 use starling_core::{CoreConfig, Dispatch, NodeCore};
 use starling_protocol::assignment::{Assignment, Purpose};
