@@ -2,10 +2,11 @@
 //!
 //! Every source is asked for a few chunks at once. A source that answers fast is asked for more, since its places get
 //! free sooner; one that is slow for fewer. When all chunks are asked for, sources that have nothing to do are asked
-//! for what others still owe, so that a slow or dead one holds nothing up. A source that sends wrong bytes is not asked
+//! for what others owe for unusually long, so that a slow or dead one holds nothing up. A source that sends wrong bytes is not asked
 //! again, one that fails twice neither.
 
 use crate::ids::{Hash, NodeId};
+use crate::time::Timestamp;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
@@ -18,6 +19,10 @@ pub const IN_FLIGHT_MAX: usize = 32;
 /// A chunk that took longer than this came over a link that is busy enough: asking for more at once only makes each
 /// one later.
 const SLOW: Duration = Duration::from_secs(1);
+/// What a chunk is expected to take before the first one came.
+const TYPICAL_START: Duration = Duration::from_millis(500);
+/// A chunk is asked of a second source after twice what one typically takes, and not before this.
+const OVERDUE_MIN: Duration = Duration::from_millis(50);
 /// Answers missed in a row after which a source is not asked any more.
 const FAILURES_MAX: u32 = 2;
 
@@ -48,8 +53,8 @@ struct Source {
 
 #[derive(Clone, Debug, Default)]
 struct Chunk {
-    /// Asked and not answered yet.
-    asked: BTreeSet<NodeId>,
+    /// Asked and not answered yet, with the time of asking.
+    asked: BTreeMap<NodeId, Timestamp>,
     /// Asked in vain.
     tried: BTreeSet<NodeId>,
 }
@@ -63,6 +68,8 @@ pub struct Transfer {
     /// Of these, what nobody is asked for now.
     queue: VecDeque<Hash>,
     in_flight: usize,
+    /// Smoothed time from a request to its chunk.
+    typical: Duration,
 }
 
 impl Transfer {
@@ -74,7 +81,7 @@ impl Transfer {
         let mut seen = BTreeSet::new();
         let sources = sources.into_iter().filter(|n| seen.insert(*n));
         let source = |node| Source { node, window: PER_SOURCE_START, in_flight: 0, failures: 0, dropped: false };
-        Self { sources: sources.map(source).collect(), wanted, queue, in_flight: 0 }
+        Self { sources: sources.map(source).collect(), wanted, queue, in_flight: 0, typical: TYPICAL_START }
     }
 
     /// Whether everything came.
@@ -97,7 +104,7 @@ impl Transfer {
 
     /// The next request to make, if one is due; it counts as made. Nothing is due, nothing in flight and not done means
     /// that no source is left that could have the rest.
-    pub fn poll_request(&mut self) -> Option<(NodeId, Hash)> {
+    pub fn poll_request(&mut self, now: Timestamp) -> Option<(NodeId, Hash)> {
         if self.in_flight >= IN_FLIGHT_MAX {
             return None;
         }
@@ -113,8 +120,11 @@ impl Transfer {
                 Some(chunk) => chunk,
                 // What one other source owes, unless that was asked to be asked as well.
                 None if self.queue.is_empty() => {
+                    let due = self.overdue_after();
                     let owed = |(_, w): &(&Hash, &Chunk)| {
-                        w.asked.len() == 1 && !w.asked.contains(&node) && !w.tried.contains(&node)
+                        w.asked.len() == 1
+                            && !w.tried.contains(&node)
+                            && w.asked.iter().all(|(n, at)| *n != node && *at + due <= now)
                     };
                     match self.wanted.iter().find(owed) {
                         Some((chunk, _)) => *chunk,
@@ -123,12 +133,24 @@ impl Transfer {
                 }
                 None => continue,
             };
-            self.wanted.entry(chunk).or_default().asked.insert(node);
+            self.wanted.entry(chunk).or_default().asked.insert(node, now);
             self.sources[i].in_flight += 1;
             self.in_flight += 1;
             return Some((node, chunk));
         }
         None
+    }
+
+    /// When a request may be due that is not due now, if no answer comes before.
+    #[must_use]
+    pub fn poll_timeout(&self, now: Timestamp) -> Option<Timestamp> {
+        let due = self.overdue_after();
+        let once = self.wanted.values().filter(|w| w.asked.len() == 1);
+        once.flat_map(|w| w.asked.values()).map(|at| *at + due).filter(|at| *at > now).min()
+    }
+
+    fn overdue_after(&self) -> Duration {
+        (self.typical * 2).max(OVERDUE_MIN)
     }
 
     /// Takes the answer to a request; tells whether it brought a chunk that was still wanted.
@@ -139,6 +161,7 @@ impl Transfer {
             match outcome {
                 Outcome::Came { after } => {
                     s.failures = 0;
+                    self.typical = (self.typical * 7 + after) / 8;
                     s.window = if after < SLOW { s.window + 1 } else { s.window - 1 }.clamp(1, PER_SOURCE_MAX);
                 }
                 Outcome::Lacks => {}
@@ -176,9 +199,15 @@ mod tests {
     }
     const FAST: Outcome = Outcome::Came { after: Duration::from_millis(5) };
 
-    /// Requests that are due now.
+    const NOW: Timestamp = Timestamp(1_000);
+    const LATER: Timestamp = Timestamp(10_000);
+
+    /// Requests that are due at `now`.
+    fn due_at(t: &mut Transfer, now: Timestamp) -> Vec<(NodeId, Hash)> {
+        std::iter::from_fn(|| t.poll_request(now)).collect()
+    }
     fn due(t: &mut Transfer) -> Vec<(NodeId, Hash)> {
-        std::iter::from_fn(|| t.poll_request()).collect()
+        due_at(t, NOW)
     }
 
     #[test]
@@ -189,41 +218,47 @@ mod tests {
         for i in 1..=4 {
             assert_eq!(first.iter().filter(|(node, _)| *node == n(i)).count(), 4);
         }
-        let mut asked = first;
-        let mut came = BTreeSet::new();
+        let (mut asked, mut requests) = (first, 16);
         while let Some((node, chunk)) = asked.pop() {
             assert!(t.handle(node, chunk, FAST), "{chunk} came twice");
-            came.insert(chunk);
-            asked.extend(due(&mut t));
+            let more = due(&mut t);
+            requests += more.len();
+            asked.extend(more);
             assert!(t.in_flight() <= IN_FLIGHT_MAX && asked.len() == t.in_flight());
-            // Drop what is owed by two, which only happens at the end.
-            if t.is_done() {
-                break;
-            }
         }
-        assert_eq!(came.len(), 100);
+        assert!(t.is_done());
+        assert_eq!(requests, 100, "nothing is asked for twice while all answer");
     }
 
     #[test]
     fn a_source_that_never_answers_holds_nothing_up() {
         let mut t = Transfer::new(chunks(20), [n(1), n(2)]);
         let mut open = due(&mut t);
-        while let Some(at) = open.iter().position(|(node, _)| *node == n(2)) {
-            let (node, chunk) = open.remove(at);
-            t.handle(node, chunk, FAST);
-            open.extend(due(&mut t));
+        let mut now = NOW;
+        loop {
+            if let Some(at) = open.iter().position(|(node, _)| *node == n(2)) {
+                let (node, chunk) = open.remove(at);
+                t.handle(node, chunk, FAST);
+            } else if let Some(next) = t.poll_timeout(now) {
+                now = next;
+            } else {
+                break;
+            }
+            open.extend(due_at(&mut t, now));
         }
         assert!(t.is_done(), "the other source was asked for what the silent one owed");
+        assert!(now.since(NOW) < Duration::from_secs(1), "{now:?}");
     }
 
     #[test]
     fn a_wrong_chunk_ends_with_its_source_and_is_asked_of_another() {
         let mut t = Transfer::new(chunks(1), [n(1), n(2)]);
-        let (first, chunk) = t.poll_request().unwrap();
-        let second = t.poll_request().unwrap();
-        assert_eq!((second.1, second.0 != first), (chunk, true), "idle sources are asked too");
+        let (first, chunk) = t.poll_request(NOW).unwrap();
+        assert_eq!(t.poll_request(NOW), None);
+        let second = t.poll_request(LATER).unwrap();
+        assert_eq!((second.1, second.0 != first), (chunk, true), "it is overdue: the other is asked too");
         assert!(!t.handle(first, chunk, Outcome::Wrong));
-        assert_eq!(t.poll_request(), None);
+        assert_eq!((t.poll_request(LATER), t.poll_timeout(Timestamp(u64::MAX))), (None, None));
         assert!(t.handle(second.0, chunk, FAST));
         assert!(t.is_done());
     }
@@ -234,9 +269,9 @@ mod tests {
         for (node, chunk) in due(&mut t) {
             t.handle(node, chunk, Outcome::Lacks);
         }
-        assert_eq!((t.poll_request(), t.in_flight(), t.is_done()), (None, 0, false));
+        assert_eq!((t.poll_request(LATER), t.in_flight(), t.is_done()), (None, 0, false));
         assert!(t.a_missing_chunk().is_some());
-        assert_eq!(Transfer::new(chunks(1), []).poll_request(), None);
+        assert_eq!(Transfer::new(chunks(1), []).poll_request(NOW), None);
     }
 
     #[test]

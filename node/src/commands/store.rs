@@ -163,3 +163,78 @@ fn needed(states: &[(ModelName, ModelState)]) -> Vec<(String, Manifest)> {
     }
     all
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use starling_storage::blobs::{get_blob, put_blob};
+    use starling_storage::suite::noise;
+    use starling_storage::{Batch, Durability, Family};
+
+    fn data() -> (tempfile::TempDir, DataDir) {
+        let dir = tempfile::tempdir().unwrap();
+        let data = DataDir::open(Some(dir.path())).unwrap();
+        (dir, data)
+    }
+    fn code(code: ExitCode) -> String {
+        format!("{code:?}")
+    }
+
+    #[test]
+    fn a_running_nodes_store_is_refused_with_what_to_do_and_a_missing_one_is_not_made() {
+        let (_dir, data) = data();
+        let err = format!("{:#}", fsck(&data, true).unwrap_err());
+        assert!(err.starts_with("there is no store at"), "{err}");
+        assert!(!data.store().exists());
+        let _running = RocksStore::open(data.store(), &RocksOptions::default()).unwrap();
+        for err in [fsck(&data, true).unwrap_err(), gc(&data, Duration::ZERO, false, true).unwrap_err()] {
+            let err = format!("{err:#}");
+            assert!(err.starts_with("stop the node first") && err.contains("is open elsewhere"), "{err}");
+        }
+    }
+
+    #[test]
+    fn fsck_fails_once_for_a_corrupt_chunk_and_leaves_a_store_that_lacks_it() {
+        let (_dir, data) = data();
+        let bytes = noise(1, 10_000);
+        let hash = {
+            let store = RocksStore::open(data.store(), &RocksOptions::default()).unwrap();
+            put_blob(&store, &bytes, Durability::Synced).unwrap()
+        };
+        assert_eq!(code(fsck(&data, true).unwrap()), code(ExitCode::SUCCESS));
+        {
+            let store = RocksStore::open(data.store(), &RocksOptions::default()).unwrap();
+            let mut batch = Batch::new();
+            batch.put(Family::Blobs, hash.0, b"bad".to_vec());
+            store.write(batch, Durability::Synced).unwrap();
+        }
+        assert_eq!(code(fsck(&data, true).unwrap()), code(ExitCode::FAILURE));
+        assert_eq!(code(fsck(&data, true).unwrap()), code(ExitCode::SUCCESS));
+        gc(&data, Duration::ZERO, true, true).unwrap();
+        let store = RocksStore::open(data.store(), &RocksOptions::default()).unwrap();
+        assert_eq!(get_blob(&store, hash).unwrap(), None);
+        assert_eq!(quarantine::quarantined(&store).unwrap(), []);
+    }
+
+    #[test]
+    fn a_log_that_vanished_is_told_in_the_databases_words() {
+        let (_dir, data) = data();
+        {
+            let store = RocksStore::open(data.store(), &RocksOptions::default()).unwrap();
+            for i in 0..12 {
+                put_blob(&store, &noise(i, 1 << 20), Durability::Synced).unwrap();
+            }
+        }
+        let is_log = |p: &std::path::PathBuf| p.extension().is_some_and(|e| e == "log");
+        let files = std::fs::read_dir(data.store()).unwrap().map(|e| e.unwrap().path());
+        let mut logs: Vec<_> = files.filter(is_log).collect();
+        logs.sort();
+        assert!(logs.len() > 1, "{logs:?}");
+        // Cut in the middle, as a disk that lied about a sync leaves it.
+        let file = std::fs::OpenOptions::new().write(true).open(&logs[0]).unwrap();
+        file.set_len(file.metadata().unwrap().len() / 2).unwrap();
+        let err = format!("{:#}", fsck(&data, true).unwrap_err());
+        assert!(err.starts_with("cannot open the store") && err.contains("damaged"), "{err}");
+        assert!(err.contains("Size mismatch") || err.contains("WAL"), "{err}");
+    }
+}

@@ -32,8 +32,8 @@ const HOLD_LIMIT_PER_MIB: Duration = Duration::from_secs(1);
 /// Why bytes could not be had or placed. Nothing wrong was stored; retry with other peers.
 #[derive(Debug, thiserror::Error)]
 pub enum BlobError {
-    /// The local store failed.
-    #[error("store")]
+    /// The local store failed. Its words, since a peer or a leader that waits must hear of a full disk.
+    #[error(transparent)]
     Store(#[from] StoreError),
     /// The manifest or what came for it is wrong.
     #[error(transparent)]

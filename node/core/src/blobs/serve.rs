@@ -25,7 +25,7 @@ impl Blobs {
                 for (i, m) in manifests.iter().enumerate() {
                     let delta = delta.as_ref().filter(|_| i == 0);
                     if let Err(e) = self.hold_either_way(m, delta, &[from]).await {
-                        reply = BlobReply::Refused(with_source(&e));
+                        reply = BlobReply::Refused(e.to_string());
                         break;
                     }
                 }
@@ -87,15 +87,4 @@ impl Blobs {
             tracing::error!(chunk = %hash.short(), error = %e, "cannot quarantine it");
         }
     }
-}
-
-/// An error and what is behind it, in one line: what a peer needs to know of a full disk.
-fn with_source(e: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = e.to_string();
-    let mut source = e.source();
-    while let Some(s) = source {
-        text.push_str(&format!(": {s}"));
-        source = s.source();
-    }
-    text
 }

@@ -6,7 +6,7 @@ use futures::future::BoxFuture;
 use futures::stream::{FuturesUnordered, StreamExt};
 use starling_protocol::transfer::{Outcome, Transfer};
 use starling_protocol::wire::{BlobCall, BlobReply};
-use starling_protocol::{Hash, NodeId};
+use starling_protocol::{Hash, NodeId, Timestamp};
 use starling_storage::blobs::put_new_blobs;
 use starling_storage::{Batch, Durability, SharedStore, Store, StoreError};
 use std::time::Duration;
@@ -40,9 +40,11 @@ pub(super) async fn fetch_chunks(blobs: &Blobs, missing: Vec<Hash>, peers: &[Nod
     let mut unwritten: Vec<(Hash, Vec<u8>)> = Vec::new();
     let mut writing: Option<BoxFuture<'static, Result<Result<(), StoreError>, Stopped>>> = None;
     let mut tried = String::new();
+    let started = Instant::now();
     loop {
+        let now = Timestamp(0) + started.elapsed();
         while unwritten.len() < UNWRITTEN_MAX
-            && let Some((peer, chunk)) = transfer.poll_request()
+            && let Some((peer, chunk)) = transfer.poll_request(now)
         {
             asked.push(get(blobs, peer, chunk));
         }
@@ -56,6 +58,13 @@ pub(super) async fn fetch_chunks(blobs: &Blobs, missing: Vec<Hash>, peers: &[Nod
         let write_done = async {
             match &mut writing {
                 Some(w) => w.await,
+                None => std::future::pending().await,
+            }
+        };
+        let overdue = transfer.poll_timeout(now).map(|at| started + at.since(Timestamp(0)));
+        let overdue = async {
+            match overdue {
+                Some(at) => tokio::time::sleep_until(at).await,
                 None => std::future::pending().await,
             }
         };
@@ -76,6 +85,7 @@ pub(super) async fn fetch_chunks(blobs: &Blobs, missing: Vec<Hash>, peers: &[Nod
                     tried.push_str(&format!("[{}: {said}] ", a.peer.short()));
                 }
             }
+            () = overdue => {}
         }
     }
     // The log orders all writes: one sync makes the buffered ones before it durable.
