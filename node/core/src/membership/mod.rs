@@ -212,9 +212,10 @@ impl Membership {
         .into())
     }
 
-    /// Tells that a connection opened: a peer that is no member yet is announced to.
+    /// Tells that a connection opened. A node without members announces itself there at once; one with members leaves
+    /// that to the newcomer, and greets who is still a stranger after [`MembershipConfig::merge_every`].
     pub fn on_connection(&self, peer: NodeId, connected: bool) {
-        if connected && !lock(&self.inner.swim).table.is_live(peer) {
+        if connected && lock(&self.inner.swim).table.live() == 1 {
             let inner = self.inner.clone();
             drop(spawn(async move { inner.join(peer, JOIN_LIMIT).await }));
         }
