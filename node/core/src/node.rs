@@ -586,7 +586,7 @@ impl Inbound for Dispatch {
     async fn on_call(&self, from: NodeId, service: Service, body: Bytes) -> Result<Bytes, InboundError> {
         let core = &self.0;
         match service {
-            Service::Swim => core.membership.on_packet(from, &body).map(|()| Bytes::new()),
+            Service::Swim => core.membership.on_packet(from, &body).await,
             Service::Raft => core.groups.on_raft_call(from, &body).await,
             Service::Rollouts => core.rollouts.on_call(from, &body).await,
             Service::Blobs => core.blobs.on_call(&body).await,

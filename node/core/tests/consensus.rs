@@ -82,7 +82,7 @@ struct Dispatch {
 impl Inbound for Dispatch {
     async fn on_call(&self, from: NodeId, service: Service, body: Bytes) -> Result<Bytes, InboundError> {
         match service {
-            Service::Swim => self.membership.on_packet(from, &body).map(|()| Bytes::new()),
+            Service::Swim => self.membership.on_packet(from, &body).await,
             Service::Raft => self.groups.on_raft_call(from, &body).await,
             Service::Leader => {
                 let reply = match decode::<LeaderCall>("call", &body, CALL_LEN_BYTES_MAX).unwrap() {

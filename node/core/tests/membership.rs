@@ -67,7 +67,7 @@ struct Dispatch(Arc<Membership>, TestKey);
 impl Inbound for Dispatch {
     async fn on_call(&self, from: NodeId, service: Service, body: Bytes) -> Result<Bytes, InboundError> {
         match service {
-            Service::Swim => self.0.on_packet(from, &body).map(|()| Bytes::new()),
+            Service::Swim => self.0.on_packet(from, &body).await,
             // Echo, for the tests of the network.
             _ => Ok(body),
         }
@@ -193,7 +193,8 @@ async fn a_killed_node_is_known_dead_soon_and_comes_back_after_a_restart() {
 
         world.start(id(3), Some(id(2))).await;
         world.all_know_all(Duration::from_secs(5)).await;
-        assert!(world.get(id(1)).record(id(3)).unwrap().sequence > kept.sequence);
+        let renewed = |w: &World| w.get(id(1)).record(id(3)).unwrap().sequence > kept.sequence;
+        world.until("its new record is known", Duration::from_secs(2), renewed).await;
         assert_eq!(events.try_recv(), Ok(MemberEvent::Joined(id(3))));
     }
 }

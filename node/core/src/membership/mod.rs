@@ -1,66 +1,79 @@
-//! Who is in the mesh: liveness by SWIM (through foca), and what each node says of itself by signed records.
+//! Who is in the mesh: liveness by SWIM, and what each node says of itself by signed records.
 //!
 //! Liveness is a judgement, not a fact: it tells whom to ask and whom to make a voter, and decides nothing that
-//! must be safe. A killed node is known dead after about 2 to 3 s: at most one probe period until someone probes
-//! it, one period until that probe has failed, and the suspicion time in which a slow node may object.
+//! must be safe. In a small mesh a killed node is known dead after about 2 to 3 s: at most one probe period until
+//! someone probes it, one period until that probe has failed, and the suspicion time in which a slow node may object.
+//! The suspicion time grows with the logarithm of the mesh.
 //!
-//! Records travel three ways: by gossip on change and at a slow beat, directly to a node that joins, and by
-//! comparison with one random member at every beat, which repairs what gossip lost.
+//! What a node sends a second does not depend on the size of the mesh while nothing changes. Every node knows every
+//! other: placement needs that, and 10,000 rows are 0.7 MB (see `table`).
+//!
+//! Records travel three ways: by gossip on change, at a bounded rate; with the table to a node that joins; and by
+//! comparison with one random member at every beat, which repairs what gossip lost (see `sync`).
 
 mod driver;
-mod identity;
-mod records;
+mod health;
+mod sharing;
+mod state;
+mod swim;
+mod sync;
+mod table;
+mod wire;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use bytes::Bytes;
-use serde::{Deserialize, Serialize};
+use serde::de::DeserializeOwned;
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::record::{NodeRecord, Role, SignedRecord};
 use starling_protocol::signed::{Signer, Verifier};
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, Gossip, Service, Topic};
 use starling_protocol::{NodeId, Timestamp};
-use tokio::sync::{broadcast, mpsc};
+use tokio::sync::{Notify, broadcast};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::runtime::spawn;
 use crate::transport::{InboundError, SharedTransport, Verdict};
 use crate::watch::{self, lock};
-use driver::{Driver, Input};
-use identity::Identity;
-use records::Table;
+use driver::{Driver, PIGGYBACK_CLAIMS};
+pub use sharing::SharedRecords;
+use swim::Swim;
+use table::Known;
+use wire::{Frame, News, Relayed};
 
-/// Inputs waiting for the driver: SWIM sends a few packets a second, so a full queue means overload, and packets
-/// may be dropped then. 1,024 × 16 KiB is 16 MiB at worst.
-const INPUTS_MAX: usize = 1024;
 /// Events that a slow listener may lag behind before it must look at [`Membership::live`] again.
 const EVENTS_MAX: usize = 256;
-/// How long a message with records may take.
-const RECORDS_LIMIT: Duration = Duration::from_secs(2);
-/// Most bytes of records in one message.
-const RECORDS_BYTES_MAX: usize = 1 << 20;
+/// How long a newly connected peer may take to answer a greeting.
+const JOIN_LIMIT: Duration = Duration::from_secs(2);
+/// A node's record, when it keeps changing, is published this often for each hundred nodes: everyone hears at most
+/// 200 records a second.
+const RECORD_INTERVAL: Duration = Duration::from_millis(500);
 
-/// How fast the mesh notices. The defaults are for a local network of up to some hundred nodes.
+/// How fast the mesh notices. The defaults are for a local network of any size.
 #[derive(Clone, Debug)]
 pub struct MembershipConfig {
     /// One member is probed in each; default 500 ms.
     pub probe_period: Duration,
     /// How long a direct probe may take before others are asked to probe; below the period. Default 200 ms.
     pub probe_timeout: Duration,
-    /// How long a suspect may take to object: long enough for a process that a busy machine does not schedule at
-    /// once. Default 1.5 s.
+    /// How long a suspect may take to object, in a mesh of up to ten nodes and when others confirm the suspicion: long
+    /// enough for a process that a busy machine does not schedule at once. It grows with log10 of the nodes. Default
+    /// 1.5 s.
     pub suspicion: Duration,
     /// Nodes to announce to, besides those connected.
     pub seeds: Vec<NodeId>,
     /// How often to announce while no member is known; default 500 ms.
     pub announce_every: Duration,
-    /// How often to announce to connected nodes that are no members; default 5 s.
+    /// How often to greet connected nodes that are no members, and to knock on one declared dead; default 5 s.
     pub merge_every: Duration,
-    /// How often the known records are compared with a member's; default 10 s.
+    /// How often the tables are compared with a member's; default 10 s, and 1 s while they differ.
     pub record_beat: Duration,
+    /// For simulations: records that several nodes of this process share. Default none.
+    pub shared_records: Option<Arc<SharedRecords>>,
 }
 
 impl Default for MembershipConfig {
@@ -73,6 +86,7 @@ impl Default for MembershipConfig {
             announce_every: Duration::from_millis(500),
             merge_every: Duration::from_secs(5),
             record_beat: Duration::from_secs(10),
+            shared_records: None,
         }
     }
 }
@@ -86,22 +100,11 @@ pub enum MemberEvent {
     Left(NodeId),
 }
 
-/// Body of a [`Service::Swim`] call.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-enum SwimFrame {
-    /// One of foca's packets; answered by nothing.
-    Packet(#[serde(with = "serde_bytes")] Vec<u8>),
-    /// Take these records; answered by nothing.
-    Push(Vec<SignedRecord>),
-    /// Push me the records newer than these; answered by nothing.
-    Pull(Vec<(NodeId, u64)>),
-}
-
 /// The members of the mesh and their records.
 #[derive(Debug)]
 pub struct Membership {
     inner: Arc<Inner>,
-    inputs: mpsc::Sender<Input>,
+    probe_timeout: Duration,
 }
 
 #[derive(Debug)]
@@ -109,10 +112,21 @@ struct Inner {
     node: NodeId,
     transport: SharedTransportDebug,
     verifier: VerifierDebug,
+    shared_records: Option<Arc<SharedRecords>>,
     started: (Timestamp, Instant),
-    table: Mutex<Table>,
-    live: watch::Sender<Arc<Vec<NodeId>>>,
+    swim: Mutex<Swim>,
+    /// When the own record was last published.
+    published: Mutex<Option<Instant>>,
+    /// Counts changes of the live nodes.
+    changes: watch::Sender<u64>,
     events: broadcast::Sender<MemberEvent>,
+    /// Wakes the driver; `gossip_sleeps` says that it waits for news.
+    nudge: Notify,
+    gossip_sleeps: AtomicBool,
+    /// The last comparison found a difference.
+    differs: AtomicBool,
+    /// Members that a busy one named to this node when it joined.
+    named: Mutex<Vec<NodeId>>,
 }
 
 struct SharedTransportDebug(SharedTransport);
@@ -146,59 +160,64 @@ impl Membership {
         shutdown: CancellationToken,
     ) -> Arc<Self> {
         let node = transport.local();
-        let (live, _) = watch::channel(Arc::new(vec![node]));
-        let table = Table::of(node);
+        let (changes, _) = watch::channel(0);
         let inner = Arc::new(Inner {
             node,
             transport: SharedTransportDebug(transport.clone()),
             verifier: VerifierDebug(verifier),
+            shared_records: config.shared_records.clone(),
             started: (now, Instant::now()),
-            table: Mutex::new(table),
-            live,
+            swim: Mutex::new(Swim::new(node, now, config.suspicion, seed)),
+            published: Mutex::new(None),
+            changes,
             events: broadcast::Sender::new(EVENTS_MAX),
+            nudge: Notify::new(),
+            gossip_sleeps: AtomicBool::new(false),
+            differs: AtomicBool::new(false),
+            named: Mutex::new(Vec::new()),
         });
         transport.subscribe(Topic::Nodes);
-        let (inputs, rx) = mpsc::channel(INPUTS_MAX);
-        let identity = Identity { node, incarnation: now.0.max(1) };
-        let driver = Driver::new(&inner, transport, identity, config, seed);
-        drop(spawn(driver.run(rx, shutdown)));
-        Arc::new(Self { inner, inputs })
+        let probe_timeout = config.probe_timeout;
+        drop(spawn(Driver::new(&inner, config).run(shutdown)));
+        Arc::new(Self { inner, probe_timeout })
     }
 
-    /// Serves a [`Service::Swim`] call, whose answer is empty. Returns at once.
+    /// Serves a [`Service::Swim`] call. Waits only when it is to probe another node.
     ///
     /// # Errors
     /// [`InboundError::Malformed`] when it is none.
-    pub fn on_packet(&self, from: NodeId, body: &[u8]) -> Result<(), InboundError> {
+    pub async fn on_packet(&self, from: NodeId, body: &[u8]) -> Result<Bytes, InboundError> {
         let frame =
             decode("SWIM call", body, CALL_LEN_BYTES_MAX).map_err(|e| InboundError::Malformed(e.to_string()))?;
-        match frame {
-            SwimFrame::Packet(packet) => {
-                if self.inputs.try_send(Input::Packet(packet.into())).is_err() {
-                    tracing::debug!(%from, "SWIM packet dropped: the queue is full or the node stops");
-                }
+        let inner = &self.inner;
+        Ok(match frame {
+            Frame::Ping(news) | Frame::Gossip(news) => {
+                inner.hear(from, &news);
+                encode(&inner.news_for(from))
             }
-            SwimFrame::Push(records) => {
-                for record in records {
-                    if self.inner.take(&record, &*self.inner.verifier.0) == Verdict::Reject {
-                        tracing::warn!(%from, "a pushed node record does not verify");
-                    }
-                }
+            Frame::PingFor { target, news } => {
+                inner.hear(from, &news);
+                let answered = inner.ping(target, self.probe_timeout).await;
+                let news = inner.news_for(from);
+                encode(&if answered { Relayed::Answered(news) } else { Relayed::Silent(news) })
             }
-            SwimFrame::Pull(digest) => {
-                let records = lock(&self.inner.table).newer_than(&digest, RECORDS_BYTES_MAX);
-                if !records.is_empty() {
-                    self.inner.call(from, &SwimFrame::Push(records));
-                }
+            Frame::Join { incarnation, record } => encode(&inner.on_join(from, incarnation, record.as_ref())),
+            Frame::Compare { incarnation, hash } => encode(&inner.on_compare(from, incarnation, hash)),
+            Frame::Exchange { buckets, rows } => encode(&inner.on_exchange(&buckets, &rows)),
+            Frame::Records(records) => {
+                inner.take_all(from, &records);
+                encode(&())
             }
         }
-        Ok(())
+        .into())
     }
 
-    /// Tells that a connection opened: a peer that is no member yet is announced to.
+    /// Tells that a connection opened. A node without members announces itself there at once; one with members leaves
+    /// that to the newcomer, and greets who is still a stranger after [`MembershipConfig::merge_every`].
     pub fn on_connection(&self, peer: NodeId, connected: bool) {
-        if connected && self.inputs.try_send(Input::Connected(peer)).is_err() {
-            tracing::debug!(%peer, "not announced: the queue is full or the node stops");
+        if connected && lock(&self.inner.swim).table.live() == 1 {
+            let inner = self.inner.clone();
+            drop(spawn(async move { inner.join(peer, JOIN_LIMIT).await }));
         }
     }
 
@@ -209,7 +228,8 @@ impl Membership {
     }
 
     /// Makes `record` this node's: sets its node, raises its sequence above the last one, signs it and publishes it.
-    /// Call it on every change and at a slow beat.
+    /// Call it on every change and at a slow beat: a record that says nothing new is not published, and one that comes
+    /// too soon after the last is left to the next beat (twice a second for each hundred nodes of the mesh).
     pub fn publish_record(&self, record: NodeRecord, signer: &dyn Signer) {
         self.inner.publish(record, signer);
     }
@@ -217,17 +237,22 @@ impl Membership {
     /// Live nodes, ascending, this one included.
     #[must_use]
     pub fn live(&self) -> Vec<NodeId> {
-        lock(&self.inner.table).live.iter().copied().collect()
+        lock(&self.inner.swim).table.live_list().to_vec()
+    }
+    /// How many live, this one included.
+    #[must_use]
+    pub fn live_count(&self) -> usize {
+        lock(&self.inner.swim).table.live()
     }
     /// Whether `node` is alive.
     #[must_use]
     pub fn is_live(&self, node: NodeId) -> bool {
-        lock(&self.inner.table).live.contains(&node)
+        lock(&self.inner.swim).table.is_live(node)
     }
-    /// The live nodes, as they change.
+    /// Changes with the set of live nodes; see [`Membership::live`] for it.
     #[must_use]
-    pub fn watch(&self) -> watch::Receiver<Arc<Vec<NodeId>>> {
-        self.inner.live.receiver()
+    pub fn watch(&self) -> watch::Receiver<u64> {
+        self.inner.changes.receiver()
     }
     /// Every coming and going from now on. A listener that lags too far misses some: see [`Membership::live`].
     #[must_use]
@@ -237,27 +262,32 @@ impl Membership {
     /// What `node` last said of itself, whether or not it is alive.
     #[must_use]
     pub fn record(&self, node: NodeId) -> Option<NodeRecord> {
-        lock(&self.inner.table).record(node).cloned()
+        lock(&self.inner.swim).table.get(node)?.known.as_ref().map(|k| k.record.clone())
+    }
+    /// How many records are known, without copying them.
+    #[must_use]
+    pub fn record_count(&self) -> usize {
+        lock(&self.inner.swim).table.records().count()
     }
     /// All records known.
     #[must_use]
     pub fn records(&self) -> BTreeMap<NodeId, NodeRecord> {
-        lock(&self.inner.table).records().map(|r| (r.node, r.clone())).collect()
+        lock(&self.inner.swim).table.records().map(|r| (r.node, r.clone())).collect()
     }
     /// Records of the live nodes, by node.
     #[must_use]
     pub fn live_records(&self) -> Vec<NodeRecord> {
-        lock(&self.inner.table).live_records().cloned().collect()
+        lock(&self.inner.swim).table.live_records()
     }
     /// Live nodes that say they have `role`, ascending.
     #[must_use]
     pub fn live_with(&self, role: Role) -> Vec<NodeId> {
-        lock(&self.inner.table).live_records().filter(|r| r.has(role)).map(|r| r.node).collect()
+        lock(&self.inner.swim).table.role_list(role).to_vec()
     }
     /// Live nodes that hold rollouts and weights for others, ascending.
     #[must_use]
     pub fn live_holders(&self) -> Vec<NodeId> {
-        lock(&self.inner.table).live_records().filter(|r| r.holds_rollouts()).map(|r| r.node).collect()
+        lock(&self.inner.swim).table.holders_list().to_vec()
     }
     /// Live nodes that hold rollouts and weights for others and take more, ascending.
     #[must_use]
@@ -277,9 +307,72 @@ impl Inner {
         self.started.0 + self.started.1.elapsed()
     }
 
+    /// Calls `peer`; `None` when it does not answer, or not sensibly.
+    async fn request<A: DeserializeOwned>(&self, peer: NodeId, frame: &Frame, limit: Duration) -> Option<A> {
+        match self.transport.0.call(peer, Service::Swim, encode(frame).into(), limit).await {
+            Ok(answer) => decode("SWIM answer", &answer, CALL_LEN_BYTES_MAX)
+                .inspect_err(|error| tracing::debug!(%error, %peer, "no SWIM answer"))
+                .ok(),
+            Err(error) => {
+                tracing::trace!(%error, "SWIM call lost");
+                None
+            }
+        }
+    }
+
+    fn hear(&self, from: NodeId, news: &News) {
+        let mut swim = lock(&self.swim);
+        swim.hear(Instant::now(), from, news);
+        self.tell(&mut swim);
+    }
+    fn news_for(&self, peer: NodeId) -> News {
+        lock(&self.swim).news_for(peer, PIGGYBACK_CLAIMS)
+    }
+
+    /// Tells this node's logic who came and went, and the driver that there is something to tell.
+    fn tell(&self, swim: &mut MutexGuard<'_, Swim>) {
+        let events = swim.drain_events();
+        if !events.is_empty() {
+            for event in events {
+                match event {
+                    MemberEvent::Joined(node) => tracing::info!(node = %node.short(), "node joined"),
+                    MemberEvent::Left(node) => tracing::warn!(node = %node.short(), "node is gone"),
+                }
+                let _nobody_listens = self.events.send(event);
+            }
+            if swim.table.live() == 1 {
+                tracing::warn!("no other node is alive");
+            }
+            self.changes.modify(|n| {
+                *n += 1;
+                true
+            });
+        }
+        if swim.has_news() && self.gossip_sleeps.swap(false, Ordering::AcqRel) {
+            self.nudge.notify_one();
+        }
+    }
+
+    fn take_all(&self, from: NodeId, records: &[SignedRecord]) {
+        for record in records {
+            if self.take(record, &*self.verifier.0) == Verdict::Reject {
+                tracing::warn!(%from, "a node record does not verify");
+            }
+        }
+    }
+
     fn take(&self, signed: &SignedRecord, verifier: &dyn Verifier) -> Verdict {
-        let record = match signed.verify(verifier) {
-            Ok(record) => record,
+        let signer = signed.signature.signer;
+        let is_known = |swim: &Swim| swim.table.get(signer)?.known.as_ref().map(|k| k.signed == *signed);
+        if is_known(&lock(&self.swim)) == Some(true) {
+            return Verdict::Ignore; // without verifying it again
+        }
+        let known = match &self.shared_records {
+            Some(shared) => shared.verify(signed, verifier),
+            None => sharing::verified(signed, verifier),
+        };
+        let known = match known {
+            Ok(known) => known,
             Err(error) => {
                 tracing::debug!(%error, "node record refused");
                 return Verdict::Reject;
@@ -287,57 +380,35 @@ impl Inner {
         };
         // A record of our own is an echo, or comes from an earlier run. If its number is higher than ours the clock
         // went back; the table keeps it, so the next publication goes above it.
-        if lock(&self.table).take(record, signed.clone()) { Verdict::Accept } else { Verdict::Ignore }
+        let mut swim = lock(&self.swim);
+        let now_s = swim.now_s(Instant::now());
+        if swim.table.take(known, now_s) { Verdict::Accept } else { Verdict::Ignore }
     }
 
     fn publish(&self, mut record: NodeRecord, signer: &dyn Signer) {
+        let now = Instant::now();
         let signed = {
-            let mut table = lock(&self.table);
-            let last = table.record(self.node).map_or(0, |r| r.sequence);
+            let mut swim = lock(&self.swim);
+            let own = swim.table.get(self.node).and_then(|r| r.known.clone());
+            let mut published = lock(&self.published);
+            if let (Some(own), Some(last)) = (&own, *published) {
+                record.sequence = own.record.sequence;
+                let hundreds = u32::try_from(swim.table.live().div_ceil(100)).unwrap_or(u32::MAX);
+                if own.record == record || now < last + RECORD_INTERVAL * hundreds {
+                    return;
+                }
+            }
+            let last = own.map_or(0, |k| k.record.sequence);
             record.node = self.node;
             record.sequence = self.now().0.max(record.sequence).max(last.saturating_add(1));
             let signed = SignedRecord::seal(&record, signer);
-            let taken = table.take(record, signed.clone());
+            *published = Some(now);
+            let now_s = swim.now_s(now);
+            let known = Arc::new(Known { record, signed: signed.clone() });
+            let taken = swim.table.take(known, now_s);
             debug_assert!(taken, "the own record has a new sequence number");
             signed
         };
         self.transport.0.publish(Topic::Nodes, encode(&Gossip::Node(signed)));
-    }
-
-    fn call(&self, peer: NodeId, frame: &SwimFrame) {
-        let (transport, body) = (self.transport.0.clone(), Bytes::from(encode(frame)));
-        drop(spawn(async move {
-            if let Err(error) = transport.call(peer, Service::Swim, body, RECORDS_LIMIT).await {
-                tracing::debug!(%error, "node records not exchanged; the beat will repeat it");
-            }
-        }));
-    }
-
-    /// Gives the own record to a node that joined.
-    fn push_to(&self, peer: NodeId) {
-        let own = lock(&self.table).signed(self.node).cloned();
-        if let Some(own) = own {
-            self.call(peer, &SwimFrame::Push(vec![own]));
-        }
-    }
-
-    /// Asks for the records that this node lacks.
-    fn pull_from(&self, peer: NodeId) {
-        let digest = lock(&self.table).digest();
-        self.call(peer, &SwimFrame::Pull(digest));
-    }
-
-    fn set_live(&self, members: impl Iterator<Item = NodeId>) {
-        let now: std::collections::BTreeSet<_> = members.chain([self.node]).collect();
-        let before = std::mem::replace(&mut lock(&self.table).live, now.clone());
-        if before == now {
-            return;
-        }
-        self.live.replace(Arc::new(now.iter().copied().collect()));
-        let joined = now.difference(&before).map(|n| MemberEvent::Joined(*n));
-        let left = before.difference(&now).map(|n| MemberEvent::Left(*n));
-        for event in joined.chain(left) {
-            let _nobody_listens = self.events.send(event);
-        }
     }
 }
