@@ -7,6 +7,7 @@ pub mod blobs;
 pub mod client;
 pub mod compute;
 pub mod consensus;
+pub mod disk_health;
 pub mod hosting;
 pub mod leader;
 pub mod maintenance;

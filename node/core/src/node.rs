@@ -3,6 +3,7 @@
 use crate::blobs::Blobs;
 use crate::compute::Compute;
 use crate::consensus::{GroupConfig, Groups};
+use crate::disk_health::WatchedStore;
 use crate::hosting::Hosting;
 use crate::leader::{Clock, Desk, LeaderContext};
 use crate::maintenance::{DrainError, DrainReport, Maintenance, MaintenanceConfig};
@@ -105,6 +106,8 @@ impl NodeCore {
         verifier: Arc<dyn Verifier>,
         shutdown: CancellationToken,
     ) -> Result<Arc<Self>, crate::consensus::GroupError> {
+        let watched = WatchedStore::new(store);
+        let store: SharedStore = Arc::new(watched.clone());
         let membership = Membership::start(
             transport.clone(),
             verifier.clone(),
@@ -119,7 +122,7 @@ impl NodeCore {
             Rollouts::start(store.clone(), transport.clone(), membership.clone(), verifier.clone(), shutdown.clone());
         let groups = Groups::start(
             transport.clone(),
-            store.clone(),
+            watched,
             membership.clone(),
             config.groups,
             config.seed,
@@ -476,11 +479,12 @@ impl NodeCore {
             if !self.has(Role::Server) && !self.has(Role::Witness) {
                 return Ok(LeaderReply::Refused("this node is neither server nor witness".into()));
             }
-            return Ok(match self.groups.on_join(&model).await {
+            return Ok(match self.groups.on_join(from, &model).await {
                 Ok(()) => {
                     self.adopt_group(&model);
                     LeaderReply::Done
                 }
+                Err(e) if e.is_retryable() => return Err(InboundError::Unavailable(e.to_string())),
                 Err(e) => LeaderReply::Refused(e.to_string()),
             });
         }
@@ -614,7 +618,13 @@ impl Inbound for Dispatch {
                 Verdict::Accept
             }
             (Topic::Weights(m), Ok(Gossip::Committed { model, .. })) if *m == model => Verdict::Accept,
-            (Topic::Models, Ok(Gossip::Model(a))) => core.models.on_announcement(a),
+            (Topic::Models, Ok(Gossip::Model(a))) => {
+                let verdict = core.models.on_announcement(a.clone());
+                if verdict == Verdict::Accept {
+                    core.groups.on_announcement(&a);
+                }
+                verdict
+            }
             (_, Ok(_)) => Verdict::Reject, // a valid message on the wrong topic
             (_, Err(e)) => {
                 tracing::warn!(topic = %topic.name(), error = %e, "gossip refused");

@@ -6,7 +6,7 @@ use serde::{Serialize, de::DeserializeOwned};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{ModelState, StepCommitted};
 use starling_protocol::planted::{self, Bug};
-use starling_protocol::{ModelName, PolicyVersion, RolloutId};
+use starling_protocol::{ModelName, NodeId, PolicyVersion, RolloutId};
 use starling_storage::schema::raft_meta_key;
 use starling_storage::{Batch, Durability, Family, RaftLog, RaftMeta, SharedStore, StoreError, consumed, steps};
 
@@ -119,6 +119,18 @@ impl Disk {
     }
     pub(super) fn purge_to(&self, last_purged: LogId) -> io::Result<()> {
         self.log.purge_to(last_purged.index, &encode(&last_purged), Durability::Buffered).map_err(failed)
+    }
+
+    /// Who called this node into the group: as stored, or `inviter`, which is stored then.
+    pub(super) fn seat(&self, inviter: Option<NodeId>) -> io::Result<Option<NodeId>> {
+        let key = raft_meta_key(self.group(), "inviter");
+        if let Some(bytes) = self.log.store().get(Family::RaftMeta, &key).map_err(failed)? {
+            return read("inviter", &bytes);
+        }
+        let mut batch = Batch::new();
+        batch.put(Family::RaftMeta, key, encode(&inviter));
+        self.log.store().write(batch, Durability::Buffered).map_err(failed)?;
+        Ok(inviter)
     }
 
     // --- state machine ---

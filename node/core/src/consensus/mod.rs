@@ -11,15 +11,24 @@
 //! See `docs/consensus.md`.
 
 mod autopilot;
+mod config;
 mod disk;
+mod errors;
+mod gate;
+mod group;
 mod groups;
 mod log_store;
 mod network;
+mod pilot;
+mod propose;
 mod state_machine;
+mod supervise;
 mod type_config;
 mod view;
 
+pub use config::GroupConfig;
 pub use disk::stored_states;
-pub use groups::{CreateError, GroupConfig, GroupError, Groups, ProposeError, ReadError};
+pub use errors::{CreateError, GroupError, JoinError, ProposeError, ReadError};
+pub use groups::Groups;
 pub use type_config::{LogPayload, TypeConfig};
 pub use view::LeaderView;

@@ -23,7 +23,7 @@ use starling_protocol::{ModelName, NodeId};
 use tokio::time::Instant;
 
 use super::disk::VALUE_LEN_BYTES_MAX;
-use super::groups::Group;
+use super::group::Group;
 use super::type_config::{Snapshot, SnapshotMeta, TypeConfig, Vote};
 use crate::transport::{CallError, InboundError, SharedTransport};
 use crate::watch::lock;
@@ -268,8 +268,9 @@ impl Group {
             }
             RaftRequest::Vote(rpc) => RaftReply::Vote(self.raft.vote(rpc).await.map_err(|e| stopped(&e))?),
             RaftRequest::PreVote(rpc) => RaftReply::Vote(self.raft.pre_vote(rpc).await.map_err(|e| stopped(&e))?),
-            RaftRequest::Transfer(_) if self.witness => {
-                return Err(InboundError::Unavailable("a witness does not lead".into()));
+            RaftRequest::Transfer(_) if lock(&self.unfit).is_some() => {
+                let why = lock(&self.unfit).clone().unwrap_or_default();
+                return Err(InboundError::Unavailable(format!("this node does not lead: {why}")));
             }
             RaftRequest::Transfer(rpc) => {
                 RaftReply::Transfer(self.raft.handle_transfer_leader(rpc).await.map_err(|e| stopped(&e))?)

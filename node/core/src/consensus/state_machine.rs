@@ -30,8 +30,8 @@ pub(super) struct StateMachine {
 }
 
 impl StateMachine {
-    /// The state machine as the store has it.
-    pub(super) async fn open(disk: Disk) -> io::Result<Self> {
+    /// The state machine as the store has it; `feed` gets the state, now and after each batch of entries.
+    pub(super) async fn open(disk: Disk, feed: Sender<Arc<ModelState>>) -> io::Result<Self> {
         let applied = disk
             .run(|d| {
                 d.create()?;
@@ -39,14 +39,9 @@ impl StateMachine {
             })
             .await?;
         let state = Arc::new(applied.state);
-        let (feed, _) = crate::watch::channel(state.clone());
+        feed.replace(state.clone());
         let (last_applied, membership) = (applied.last_applied, applied.membership);
         Ok(Self { disk, last_applied, membership, state, feed, snapshot: Arc::default() })
-    }
-
-    /// Where the state is published after each batch of entries.
-    pub(super) fn feed(&self) -> Sender<Arc<ModelState>> {
-        self.feed.clone()
     }
 
     fn applied(&self) -> AppliedState {

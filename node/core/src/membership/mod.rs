@@ -292,7 +292,7 @@ impl Membership {
     /// Live nodes that hold rollouts and weights for others and take more, ascending.
     #[must_use]
     pub fn live_takers(&self) -> Vec<NodeId> {
-        lock(&self.inner.table).live_records().filter(|r| r.takes_rollouts()).map(|r| r.node).collect()
+        lock(&self.inner.swim).table.live_records().iter().filter(|r| r.takes_rollouts()).map(|r| r.node).collect()
     }
     /// Live servers, ascending.
     #[must_use]

@@ -56,6 +56,7 @@ pub fn record(node: NodeId) -> NodeRecord {
         models: Vec::new(),
         storage_free_bytes: 1 << 30,
         agent_slots: 0,
+        intake: Default::default(),
     }
 }
 

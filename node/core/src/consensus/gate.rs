@@ -1,0 +1,88 @@
+//! Who may speak in a group, and who may call a node into one.
+//!
+//! The transport proves who a caller is. Whether it belongs to the group is judged by the membership in the log; a node
+//! that hears no leader may know an old one, so it also listens to who invited it and to the voters that the mesh
+//! announces. Announcements are not proofs: see "Who is trusted" in `docs/consensus.md`.
+
+use std::sync::Arc;
+
+use starling_protocol::record::Role;
+use starling_protocol::wire::ModelAnnouncement;
+use starling_protocol::{ModelName, NodeId};
+use tokio::time::Instant;
+
+use super::errors::JoinError;
+use super::group::Group;
+use super::groups::Groups;
+use crate::transport::InboundError;
+use crate::watch::lock;
+
+/// Groups that one node may call this one into: four such nodes fill all that there may be.
+const GROUPS_PER_INVITER_MAX: usize = 64;
+/// Models whose announced voters are kept: 1,024 × 5 voters of 32 bytes, with names less than 300 KiB.
+const ANNOUNCED_MAX: usize = 1024;
+
+impl Groups {
+    /// Notes who votes on a model, as the mesh says.
+    pub fn on_announcement(&self, a: &ModelAnnouncement) {
+        let mut announced = lock(&self.announced);
+        if announced.len() >= ANNOUNCED_MAX && !announced.contains_key(&a.model) {
+            return;
+        }
+        let voters = a.voters.iter().copied().chain(a.leader.map(|(n, _)| n)).take(16).collect();
+        announced.insert(a.model.clone(), voters);
+    }
+
+    /// Takes part in `model`'s group from now on, as `from` asks, without a vote of its own accord: its leader brings
+    /// the log.
+    ///
+    /// # Errors
+    /// [`JoinError`]; then nothing has changed.
+    pub async fn on_join(self: &Arc<Self>, from: NodeId, model: &ModelName) -> Result<(), JoinError> {
+        let serves = self.membership.record(from).is_some_and(|r| r.has(Role::Server));
+        if !serves || !self.membership.is_live(from) {
+            return Err(JoinError::UnknownInviter { from });
+        }
+        let stranger = || JoinError::NotAMember { from, model: model.clone() };
+        if let Some(group) = self.group(model) {
+            if !self.may_speak(&group, from) && !(group.is_empty() && self.may_invite(model, from)) {
+                return Err(stranger());
+            }
+            *lock(&group.inviter) = Some(from);
+            return Ok(());
+        }
+        if !self.may_invite(model, from) {
+            return Err(stranger());
+        }
+        let invited = lock(&self.groups).values().filter(|g| *lock(&g.inviter) == Some(from)).count();
+        if invited >= GROUPS_PER_INVITER_MAX {
+            return Err(JoinError::TooMany { from, max: GROUPS_PER_INVITER_MAX });
+        }
+        let group = self.open(model, Some(from)).await?;
+        *lock(&group.inviter) = Some(from);
+        Ok(())
+    }
+
+    /// A model that nobody announces is new, and whoever asks creates it.
+    fn may_invite(&self, model: &ModelName, from: NodeId) -> bool {
+        lock(&self.announced).get(model).is_none_or(|voters| voters.contains(&from))
+    }
+
+    /// Whether messages of `from` count in the group.
+    pub(super) fn may_speak(&self, group: &Group, from: NodeId) -> bool {
+        if group.metrics().membership_config.membership().nodes().any(|(n, _)| *n == from) {
+            return true;
+        }
+        let heard = lock(&group.heard).is_some_and(|at| Instant::now() - at < self.config.election_timeout_max);
+        let lonely = !heard && !group.leadership.get().is_self;
+        let announced = || lock(&self.announced).get(&group.model).is_some_and(|voters| voters.contains(&from));
+        lonely && (*lock(&group.inviter) == Some(from) || announced())
+    }
+
+    pub(super) fn admit(&self, group: &Group, from: NodeId) -> Result<(), InboundError> {
+        if self.may_speak(group, from) {
+            return Ok(());
+        }
+        Err(InboundError::Unavailable(format!("{from} is not a member of the group of {}", group.model)))
+    }
+}

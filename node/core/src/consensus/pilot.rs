@@ -1,0 +1,99 @@
+//! Carries out what the autopilot plans, while this node leads.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use openraft::{ChangeMembers, EmptyNode};
+use starling_protocol::NodeId;
+use starling_protocol::record::Role;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::autopilot::{Change, LAG_ENTRIES_MAX, Sightings, Situation, plan};
+use super::group::Group;
+use super::groups::Groups;
+
+impl Groups {
+    /// While this node leads: keeps the group's membership what it should be, one change at a time.
+    pub(super) async fn pilot(self: Arc<Self>, group: Arc<Group>) {
+        let start = Instant::now();
+        let mut sightings = Sightings::default();
+        loop {
+            tokio::select! {
+                biased;
+                () = group.closed.cancelled() => return,
+                () = sleep(self.config.autopilot_every) => {}
+            }
+            if !group.leadership.get().is_self {
+                sightings = Sightings::default();
+                continue;
+            }
+            let situation = self.situation(&group, &mut sightings, start.elapsed());
+            let Some(change) = situation.and_then(|s| plan(&s)) else { continue };
+            let limit = self.config.create_timeout;
+            let done = tokio::select! {
+                biased;
+                () = group.closed.cancelled() => return,
+                done = timeout(limit, self.carry_out(&group, change)) => done,
+            };
+            match done {
+                Ok(Ok(())) => tracing::info!(model = %group.model, ?change, "membership changed"),
+                Ok(Err(reason)) => tracing::warn!(model = %group.model, ?change, reason, "membership not changed"),
+                Err(_elapsed) => tracing::warn!(model = %group.model, ?change, "membership change takes long"),
+            }
+        }
+    }
+
+    /// `None` while another change is under way.
+    fn situation(&self, group: &Group, sightings: &mut Sightings, now: Duration) -> Option<Situation> {
+        let m = group.metrics();
+        let membership = m.membership_config.membership();
+        let voters: BTreeSet<_> = membership.voter_ids().collect();
+        let learners: BTreeSet<_> = membership.learner_ids().collect();
+        let live: BTreeSet<_> = self.membership.live().into_iter().collect();
+        let known: BTreeSet<_> = voters.iter().chain(&learners).chain(&live).copied().collect();
+        sightings.note(now, &known, &live);
+        if membership.get_joint_config().len() != 1 || m.membership_config != m.committed_membership_config {
+            return None;
+        }
+        // Without a record, or with neither role (its operator changed it), a member counts as a server, which votes
+        // and is missed like one; it takes a record with the role to be taken in.
+        let role = |n: &NodeId, role| self.membership.record(*n).is_some_and(|r| r.has(role));
+        let is_member = |n: &NodeId| voters.contains(n) || learners.contains(n);
+        let witness = |n: &&NodeId| role(n, Role::Witness) && !role(n, Role::Server);
+        let server = |n: &&NodeId| role(n, Role::Server) || is_member(n) && !witness(n);
+        let last = m.last_log_index.unwrap_or_default();
+        let near = |matched: &u64| matched.saturating_add(LAG_ENTRIES_MAX) >= last;
+        let caught_up = m.replication.iter().flatten();
+        let caught_up = caught_up.filter(|(_, id)| id.as_ref().is_some_and(|id| near(&id.index)));
+        Some(Situation {
+            leader: self.node,
+            caught_up: caught_up.map(|(n, _)| *n).collect(),
+            steady: sightings.steady(now, self.config.add_after),
+            gone: sightings.gone(now, self.config.remove_after),
+            servers: known.iter().filter(server).copied().collect(),
+            witnesses: known.iter().filter(witness).copied().collect(),
+            voters_max: self.config.voters_max,
+            voters,
+            learners,
+            live,
+        })
+    }
+
+    async fn carry_out(&self, group: &Group, change: Change) -> Result<(), String> {
+        let (members, retain) = match change {
+            Change::AddLearner(node) => {
+                self.ask_to_join(&group.model, node, Instant::now()).await?;
+                let added = group.raft.add_learner(node, EmptyNode {}, false).await;
+                return added.map(drop).map_err(|e| e.to_string());
+            }
+            Change::Promote(node) => (ChangeMembers::AddVoterIds(BTreeSet::from([node])), true),
+            Change::Demote(node) => (ChangeMembers::RemoveVoters(BTreeSet::from([node])), true),
+            Change::Remove(node) if group.metrics().membership_config.voter_ids().any(|v| v == node) => {
+                (ChangeMembers::RemoveVoters(BTreeSet::from([node])), false)
+            }
+            Change::Remove(node) => (ChangeMembers::RemoveNodes(BTreeSet::from([node])), false),
+        };
+        group.raft.change_membership(members, retain).await.map(drop).map_err(|e| e.to_string())
+    }
+}

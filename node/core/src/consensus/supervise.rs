@@ -1,0 +1,200 @@
+//! Keeps watch over a group: who leads, why nobody does, and when a witness must help out.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use openraft::{Instant as _, ServerState};
+use starling_protocol::record::Role;
+use starling_protocol::{NodeId, Term};
+use tokio::time::{Instant, sleep};
+
+use super::group::Group;
+use super::groups::Groups;
+use super::view::LeaderView;
+use crate::runtime::blocking;
+use crate::watch::lock;
+
+/// Why a witness never leads.
+pub(super) const WITNESS: &str = "it is a witness";
+/// How often a disk that failed is tried again; it must take writes once before this node stands again.
+const PROBE_EVERY: Duration = Duration::from_secs(5);
+
+impl Groups {
+    pub(super) fn why_no_quorum(&self, group: &Group) -> String {
+        let metrics = group.metrics();
+        let voters: BTreeSet<_> = metrics.membership_config.voter_ids().collect();
+        if voters.is_empty() {
+            return format!("waiting for the leader of {} to bring its log", group.model);
+        }
+        let live: BTreeSet<_> = self.membership.live().into_iter().collect();
+        let missing: Vec<_> = voters.difference(&live).map(NodeId::short).collect();
+        let (alive, needed) = (voters.len() - missing.len(), voters.len() / 2 + 1);
+        let missing = if missing.is_empty() { String::new() } else { format!("; missing: {}", missing.join(", ")) };
+        format!("group of {}: {alive} of {} voters are alive, {needed} must answer{missing}", group.model, voters.len())
+    }
+
+    /// Keeps [`LeaderView`] up to date for as long as the group runs.
+    pub(super) async fn watch_over(self: Arc<Self>, group: Arc<Group>) {
+        let mut metrics = group.raft.metrics();
+        let mut leaderless_since = Instant::now();
+        // Often enough that `is_self` falls well before another node can have been elected.
+        let tick = self.config.heartbeat.min(self.config.election_timeout_min / 4);
+        let (mut nudged, mut turn) = (Instant::now(), 0_usize);
+        loop {
+            let alive = tokio::select! {
+                biased;
+                () = group.closed.cancelled() => break,
+                changed = metrics.changed() => changed.is_ok(),
+                () = sleep(tick) => true,
+            };
+            let now = Instant::now();
+            self.judge_fitness(&group);
+            let mut view = self.look(&group, now);
+            let m = group.metrics();
+            if !alive || m.running_state.is_err() {
+                let why = m.running_state.err().map_or_else(|| "it was shut down".to_owned(), |e| e.to_string());
+                view = LeaderView { wait: Some(format!("the group of {} stopped: {why}", group.model)), ..view };
+                view.is_self = false;
+                view.leader = None;
+                group.publish(view);
+                return self.revive(&group).await;
+            }
+            if view.leader.is_some() {
+                leaderless_since = now;
+            } else if view.wait.is_none() && now - leaderless_since >= self.config.patience() {
+                view.wait = Some(self.why_no_quorum(&group));
+            }
+            group.publish(view);
+            if now - nudged < self.config.election_timeout_max {
+                continue;
+            }
+            nudged = now;
+            if m.state == ServerState::Leader && lock(&group.unfit).is_some() {
+                turn = turn.wrapping_add(1);
+                self.hand_over(&group, turn).await;
+            } else if self.config.witness {
+                self.help_as_witness(&group, now - leaderless_since).await;
+            }
+        }
+        if let Err(error) = group.raft.shutdown().await {
+            tracing::debug!(model = %group.model, %error, "group did not stop in order");
+        }
+    }
+
+    /// Says whether this node may lead, and stops it from standing when it may not.
+    fn judge_fitness(&self, group: &Group) {
+        let unfit = if self.config.witness {
+            Some(WITNESS.to_owned())
+        } else {
+            self.store.failing().map(|why| format!("its disk does not take writes: {why}"))
+        };
+        let before = std::mem::replace(&mut *lock(&group.unfit), unfit.clone());
+        if before != unfit {
+            group.raft.runtime_config().elect(unfit.is_none());
+            match unfit {
+                Some(why) => tracing::warn!(model = %group.model, why, "this node does not stand for election"),
+                None => tracing::info!(model = %group.model, "this node stands for election again"),
+            }
+        }
+    }
+
+    /// Waits until the disk takes writes again, and starts the group over.
+    async fn revive(self: &Arc<Self>, group: &Group) {
+        loop {
+            tokio::select! {
+                biased;
+                () = group.closed.cancelled() => return,
+                () = sleep(PROBE_EVERY) => {}
+            }
+            if self.store.failing().is_some() {
+                continue; // probed by `probe_disk`
+            }
+            match self.reopen(group).await {
+                Ok(()) => return,
+                Err(error) => tracing::warn!(model = %group.model, %error, "the group does not start over yet"),
+            }
+        }
+    }
+
+    /// Tries the disk again after a write has failed, for as long as the node runs.
+    pub(super) async fn probe_disk(self: Arc<Self>) {
+        loop {
+            tokio::select! {
+                biased;
+                () = self.shutdown.cancelled() => return,
+                () = sleep(PROBE_EVERY) => {}
+            }
+            if self.store.failing().is_some() {
+                let store = self.store.clone();
+                match blocking(move || store.probe()).await {
+                    Ok(Ok(())) => tracing::info!("the store takes writes again"),
+                    Ok(Err(error)) => tracing::debug!(%error, "the store still does not take writes"),
+                    Err(_stopped) => return,
+                }
+            }
+        }
+    }
+
+    /// What can be said now, without memory.
+    fn look(&self, group: &Group, now: Instant) -> LeaderView {
+        let m = group.metrics();
+        let lease = self.config.election_timeout_max;
+        let term = Term(m.current_term);
+        if m.state == ServerState::Leader && m.current_leader == Some(self.node) {
+            // A sole voter is its own quorum; openraft notes that only when it has something to send.
+            let alone = m.membership_config.voter_ids().eq([self.node]);
+            let age = if alone { Some(Duration::ZERO) } else { m.last_quorum_acked.map(|at| at.elapsed()) };
+            let unfit = lock(&group.unfit).clone();
+            let is_self = unfit.is_none() && age.is_some_and(|a| a < lease);
+            // One that may not lead does not show itself as the leader: nobody should wait for its steps.
+            let leader = is_self.then_some(self.node);
+            let wait = unfit.map(|why| format!("this node has the leadership of {} and must not use it: {why}", group.model));
+            return LeaderView {
+                leader,
+                term,
+                is_self,
+                quorum_acked_at: age.and_then(|a| now.checked_sub(a)),
+                wait,
+            };
+        }
+        let heard = lock(&group.heard).is_some_and(|at| now - at < lease);
+        let leader = m.current_leader.filter(|l| heard && *l != self.node);
+        LeaderView { leader, term, is_self: false, quorum_acked_at: None, wait: None }
+    }
+
+    /// Gives leadership to the live server with the newest log; the next call tries again if it did not take it.
+    async fn hand_over(&self, group: &Group, turn: usize) {
+        let m = group.metrics();
+        let heirs = m.replication.iter().flatten().filter(|(n, _)| {
+            let server = self.membership.record(**n).is_none_or(|r| r.has(Role::Server));
+            **n != self.node
+                && server
+                && self.membership.is_live(**n)
+                && m.membership_config.voter_ids().any(|v| v == **n)
+        });
+        // All that are complete are equally good; in turns, so that one that refuses is not the only one asked.
+        let mut heirs: Vec<_> = heirs.map(|(n, matched)| (*matched, *n)).collect();
+        heirs.sort_unstable();
+        let newest = heirs.last().map(|(matched, _)| *matched);
+        heirs.retain(|(matched, _)| Some(*matched) == newest);
+        if let Some((_, to)) = heirs.get(turn % heirs.len().max(1)) {
+            let why = lock(&group.unfit).clone().unwrap_or_default();
+            tracing::info!(model = %group.model, to = %to.short(), why, "this node hands leadership over");
+            let _stopped = group.raft.trigger().transfer_leader(*to).await;
+        }
+    }
+
+    /// A witness that holds the newest log must lead for a moment: no other can be elected while it refuses its
+    /// vote to older logs. It hands over at once.
+    async fn help_as_witness(&self, group: &Group, leaderless: Duration) {
+        let m = group.metrics();
+        let live: BTreeSet<_> = self.membership.live().into_iter().collect();
+        let voters: BTreeSet<_> = m.membership_config.voter_ids().collect();
+        let quorum = voters.intersection(&live).count() > voters.len() / 2;
+        if voters.contains(&self.node) && quorum && leaderless >= 2 * self.config.patience() {
+            tracing::info!(model = %group.model, "no server can be elected: the witness stands, to hand over");
+            let _stopped = group.raft.trigger().elect(false).await;
+        }
+    }
+}

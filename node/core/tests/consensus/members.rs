@@ -1,0 +1,172 @@
+//! Who comes into a group, and who leaves it.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use starling_core::consensus::JoinError;
+use starling_protocol::{ModelName, PolicyVersion};
+use starling_protocol::control::ControlEntry;
+use starling_protocol::manifest::Manifest;
+use starling_protocol::record::Role;
+use starling_protocol::wire::ModelAnnouncement;
+use tokio::time::sleep;
+
+use crate::support::*;
+
+#[tokio::test(start_paused = true)]
+async fn servers_that_join_become_voters_one_by_one() {
+    let mut world = World::with_group(8, 1).await;
+    for n in 2..=6 {
+        world.start(id(n), Role::Server).await;
+        sleep(Duration::from_secs(3)).await;
+    }
+    world
+        .until("five vote and one learns", Duration::from_secs(60), |w| {
+            let leader = w.leaders().first().map(|(n, _)| *n);
+            leader.is_some_and(|l| w.groups(l).voters(&model()).len() == 5 && w.groups(l).learners(&model()).len() == 1)
+        })
+        .await;
+    world
+        .until("all have the state", Duration::from_secs(5), |w| {
+            w.nodes.keys().all(|n| w.groups(*n).state(&model()).is_some() && w.state(*n).model.is_some())
+        })
+        .await;
+    // Two of five may go at once.
+    let (leader, term) = world.leader().await;
+    let learner = world.groups(leader).learners(&model())[0];
+    let other = world.nodes.keys().copied().find(|n| *n != leader && *n != learner).unwrap();
+    world.crash(leader, false);
+    world.crash(other, false);
+    let (_, new_term) = world.leader().await;
+    assert!(new_term > term);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_witness_votes_and_does_not_lead() {
+    for seed in 0..5 {
+        let mut world = World::new(seed);
+        world.start(id(1), Role::Server).await;
+        world.start(id(2), Role::Server).await;
+        world.start(id(3), Role::Witness).await;
+        world.settle().await;
+        let first = ControlEntry::ModelCreated { model: model(), weights: Manifest::of(b"0"), files: BTreeMap::new() };
+        world.groups(id(1)).create(&model(), &[id(1), id(2), id(3)], first).await.unwrap();
+        let (leader, _) = world.leader().await;
+        // The other server lags while the witness gets an entry; then the leader dies for good.
+        let other = if leader == id(1) { id(2) } else { id(1) };
+        world.network.isolate(other);
+        world.groups(leader).propose(&model(), submit()).await.unwrap();
+        world.network.heal_all();
+        world.crash(leader, false);
+        world.until("the other server leads, with the entry", Duration::from_secs(60), |w| w.view(other).is_self).await;
+        assert!(!world.view(id(3)).is_self, "seed {seed}");
+        world.groups(other).linearizable_barrier(&model()).await.unwrap();
+        assert_eq!(world.state(other).jobs.len(), 1, "seed {seed}: what was committed is there");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_voter_that_stays_dead_is_replaced_and_comes_back_as_a_learner() {
+    for seed in 30..33 {
+        let mut world = World::with_group(seed, 4).await;
+        // Four were asked to vote; an even number is one too many.
+        world
+            .until("three of four vote", Duration::from_secs(30), |w| {
+                w.leaders().first().is_some_and(|(l, _)| w.groups(*l).voters(&model()).len() == 3)
+            })
+            .await;
+        let (leader, _) = world.leader().await;
+        let voters = world.groups(leader).voters(&model());
+        let learner = world.nodes.keys().copied().find(|n| !voters.contains(n)).unwrap();
+        let victim = voters.iter().copied().find(|n| *n != leader).unwrap();
+        world.crash(victim, false);
+        // A restart is no reason for a change, not even several.
+        for _ in 0..5 {
+            sleep(Duration::from_secs(20)).await;
+            world.start(victim, Role::Server).await;
+            sleep(Duration::from_secs(6)).await;
+            world.crash(victim, false);
+        }
+        let (leader, _) = world.leader().await;
+        assert_eq!(world.groups(leader).voters(&model()), voters, "seed {seed}: churn");
+        let replaced = move |w: &World| {
+            let leader = w.leaders().first().map(|(n, _)| *n);
+            leader.is_some_and(|l| {
+                let voters = w.groups(l).voters(&model());
+                voters.len() == 3 && voters.contains(&learner) && !voters.contains(&victim)
+            })
+        };
+        world.until("the learner has its seat", Duration::from_secs(90), replaced).await;
+        // One more may die now.
+        let second = world.nodes.keys().copied().find(|n| *n != leader).unwrap();
+        world.crash(second, false);
+        let (leader, _) = world.leader().await;
+        world.groups(leader).linearizable_barrier(&model()).await.unwrap();
+        world.start(second, Role::Server).await;
+        world.start(victim, Role::Server).await;
+        world
+            .until("the lost one learns", Duration::from_secs(30), |w| {
+                w.leaders().first().is_some_and(|(l, _)| w.groups(*l).learners(&model()) == [victim])
+            })
+            .await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_members_speak_and_only_they_invite() {
+    let mut world = World::with_group(31, 3).await;
+    let (leader, term) = world.leader().await;
+    // A stranger: alive, a witness that nobody needs, and so no member.
+    let stranger = id(9);
+    world.start(stranger, Role::Witness).await;
+    world.settle().await;
+    let groups = world.groups(leader);
+    let outcome = groups.on_join(stranger, &model()).await;
+    assert!(matches!(outcome, Err(JoinError::UnknownInviter { .. })), "{outcome:?}");
+    world.start(id(8), Role::Server).await;
+    world
+        .until("the new server is a member", Duration::from_secs(20), |w| {
+            w.groups(leader).learners(&model()).contains(&id(8))
+        })
+        .await;
+    assert_eq!(world.view(leader).term, term, "nobody stood for election meanwhile");
+    assert!(groups.on_join(id(8), &model()).await.is_ok(), "a learner is a member");
+
+    // Known by announcement, unknown by log: only who is announced may call a node into it.
+    let other = ModelName::new("other").unwrap();
+    let a = ModelAnnouncement {
+        model: other.clone(),
+        voters: vec![id(2)],
+        leader: None,
+        version: PolicyVersion(0),
+        running_job: None,
+    };
+    groups.on_announcement(&a);
+    let refused = groups.on_join(id(3), &other).await;
+    assert!(matches!(refused, Err(JoinError::NotAMember { from, .. }) if from == id(3)), "{refused:?}");
+    assert!(groups.on_join(id(2), &other).await.is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_inviter_cannot_fill_a_node_with_groups() {
+    let mut world = World::new(32);
+    for n in 1..=3 {
+        world.start(id(n), Role::Server).await;
+    }
+    world.settle().await;
+    let groups = world.groups(id(1));
+    let name = |who: u8, n: u32| ModelName::new(format!("m{who}-{n}")).unwrap();
+    for n in 0..64 {
+        groups.on_join(id(2), &name(2, n)).await.unwrap();
+    }
+    let refused = groups.on_join(id(2), &name(2, 64)).await;
+    assert!(matches!(refused, Err(JoinError::TooMany { max: 64, .. })), "{refused:?}");
+    groups.on_join(id(2), &name(2, 0)).await.unwrap();
+    groups.on_join(id(3), &name(3, 0)).await.unwrap();
+    // The bound holds over a restart.
+    world.crash(id(1), false);
+    world.start(id(1), Role::Server).await;
+    world.settle().await;
+    let refused = world.groups(id(1)).on_join(id(2), &name(2, 64)).await;
+    assert!(matches!(refused, Err(JoinError::TooMany { .. })), "{refused:?}");
+}
