@@ -82,7 +82,7 @@ pub(crate) struct Dispatch {
 impl Inbound for Dispatch {
     async fn on_call(&self, from: NodeId, service: Service, body: Bytes) -> Result<Bytes, InboundError> {
         match service {
-            Service::Swim => self.membership.on_packet(from, &body).map(|()| Bytes::new()),
+            Service::Swim => self.membership.on_packet(from, &body).await,
             Service::Raft => self.groups.on_raft_call(from, &body).await,
             Service::Leader => {
                 let reply = match decode::<LeaderCall>("call", &body, CALL_LEN_BYTES_MAX).unwrap() {
@@ -170,6 +170,12 @@ impl Store for FaultyDisk {
     }
     fn size_bytes(&self) -> Result<u64, StoreError> {
         self.inner.size_bytes()
+    }
+    fn headroom_bytes(&self) -> Result<Option<u64>, StoreError> {
+        self.inner.headroom_bytes()
+    }
+    fn reclaim(&self) -> Result<(), StoreError> {
+        self.inner.reclaim()
     }
     fn flush(&self) -> Result<(), StoreError> {
         self.inner.flush()

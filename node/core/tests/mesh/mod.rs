@@ -18,7 +18,7 @@ use starling_protocol::{Hash, NodeId, Timestamp};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-pub fn id(n: u16) -> NodeId {
+pub(crate) fn id(n: u16) -> NodeId {
     let mut bytes = [0; 32];
     bytes[..2].copy_from_slice(&n.to_be_bytes());
     NodeId(bytes)
@@ -26,7 +26,7 @@ pub fn id(n: u16) -> NodeId {
 
 /// Signs by hashing: no test here is about cryptography.
 #[derive(Clone, Copy, Debug)]
-pub struct TestKey(pub NodeId);
+pub(crate) struct TestKey(pub(crate) NodeId);
 
 impl Signer for TestKey {
     fn node_id(&self) -> NodeId {
@@ -43,7 +43,7 @@ impl Verifier for TestKey {
     }
 }
 
-pub fn record(node: NodeId) -> NodeRecord {
+pub(crate) fn record(node: NodeId) -> NodeRecord {
     NodeRecord {
         node,
         sequence: 0,
@@ -82,22 +82,22 @@ impl Inbound for Dispatch {
     }
 }
 
-pub struct Mesh {
-    pub network: Arc<MemoryNetwork>,
+pub(crate) struct Mesh {
+    pub(crate) network: Arc<MemoryNetwork>,
     started: Instant,
-    pub nodes: BTreeMap<NodeId, (NodeScope, Arc<Membership>)>,
+    pub(crate) nodes: BTreeMap<NodeId, (NodeScope, Arc<Membership>)>,
     shared: Arc<SharedRecords>,
     seed: u64,
 }
 
 impl Mesh {
-    pub fn new(seed: u64, config: MemoryConfig) -> Self {
+    pub(crate) fn new(seed: u64, config: MemoryConfig) -> Self {
         let network = MemoryNetwork::new(seed, config);
         Self { network, started: Instant::now(), nodes: BTreeMap::new(), shared: Arc::default(), seed }
     }
 
     /// Starts a node whose seeds are `seeds`.
-    pub async fn start(&mut self, node: NodeId, seeds: &[NodeId]) {
+    pub(crate) async fn start(&mut self, node: NodeId, seeds: &[NodeId]) {
         let seed = self.seed * 1_000_000 + self.nodes.len() as u64;
         let scope = NodeScope::new(seed);
         let now = Timestamp(1_000_000) + self.started.elapsed();
@@ -120,19 +120,19 @@ impl Mesh {
         self.nodes.insert(node, (scope, membership));
     }
 
-    pub fn crash(&mut self, node: NodeId) {
+    pub(crate) fn crash(&mut self, node: NodeId) {
         if let Some((scope, _)) = self.nodes.remove(&node) {
             self.network.detach(node);
             scope.crash();
         }
     }
 
-    pub fn members(&self) -> impl Iterator<Item = &Arc<Membership>> {
+    pub(crate) fn members(&self) -> impl Iterator<Item = &Arc<Membership>> {
         self.nodes.values().map(|(_, m)| m)
     }
 
     /// Messages and bytes that all running nodes sent so far.
-    pub fn traffic(&self) -> (u64, u64) {
+    pub(crate) fn traffic(&self) -> (u64, u64) {
         let counters = self.nodes.keys().map(|n| self.network.counters(*n));
         counters.fold((0, 0), |(m, b), c| (m + c.messages_sent, b + c.bytes_sent))
     }
