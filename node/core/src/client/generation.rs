@@ -96,7 +96,7 @@ pub struct Generation {
     stop: Option<Stop>,
     /// While there is no server.
     wait: Option<Wait>,
-    members: watch::Receiver<Arc<Vec<NodeId>>>,
+    members: watch::Receiver<u64>,
     connections: watch::Receiver<u64>,
     /// Came before the caller asked for it.
     ready: Option<GenerationEvent>,
