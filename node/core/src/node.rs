@@ -414,12 +414,16 @@ impl NodeCore {
         }
     }
 
-    /// What this member of `model`'s group knows of it.
+    /// What this member of `model`'s group knows of it; nothing while the group is being made and has no voters.
     fn announcement(&self, model: &ModelName) -> Option<ModelAnnouncement> {
         let (view, state) = (self.groups.leadership(model)?.get(), self.groups.state(model)?.get());
+        let voters = self.groups.voters(model);
+        if voters.is_empty() {
+            return None;
+        }
         Some(ModelAnnouncement {
             model: model.clone(),
-            voters: self.groups.voters(model),
+            voters,
             leader: view.leader.map(|n| (n, view.term)),
             version: state.version,
             running_job: state.running_job().map(|j| j.job),

@@ -25,6 +25,9 @@ const ANNOUNCED_MAX: usize = 1024;
 impl Groups {
     /// Notes who votes on a model, as the mesh says.
     pub fn on_announcement(&self, a: &ModelAnnouncement) {
+        if a.voters.is_empty() {
+            return;
+        }
         let mut announced = lock(&self.announced);
         if announced.len() >= ANNOUNCED_MAX && !announced.contains_key(&a.model) {
             return;
