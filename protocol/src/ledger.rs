@@ -675,9 +675,11 @@ impl Ledger {
             });
         }
         // Groups without a gradient fill the quota but not the batch: once they take all of it, go on with what
-        // there is, or a model that always (or never) succeeds would wait for ever.
+        // there is, or a model that always (or never) succeeds would wait for ever. A group that lacks an episode
+        // gets another attempt instead.
         let quota_spent = self.accepted() + u64::from(self.job.spec.group_size) > self.quota();
-        if counted < target && !(quota_spent && self.leases.is_empty() && !picked.is_empty()) {
+        let all_whole = self.groups.values().all(|g| self.is_whole(g));
+        if counted < target && !(quota_spent && all_whole && self.leases.is_empty() && !picked.is_empty()) {
             return None;
         }
         self.training = picked.iter().map(|g| g.id).collect();

@@ -361,3 +361,20 @@ fn an_evaluations_leases_go_on_too() {
     assert_eq!(rest.len(), 10, "two of twelve places run already");
     assert!(rest.iter().all(|a| a.purpose != given[0].purpose && a.purpose != given[2].purpose));
 }
+
+#[test]
+fn a_batch_waits_for_the_replacement_of_an_aborted_episode_even_if_the_quota_is_all_but_full() {
+    // Without staleness the quota is one batch. Three episodes of four have ended, the last one was given up.
+    let mut l = ledger(JobSpec { staleness_max: 0, ..spec() });
+    let episodes = claim(&mut l, ALICE, 4);
+    for a in &episodes[..3] {
+        assert_eq!(l.handle_rollout(rollout(a, 0.5)), Admission::Accepted);
+    }
+    assert!(l.handle_abort(ALICE, episodes[3].episode));
+    assert!(l.take_batch().is_none(), "one group lacks an episode");
+    let again = claim(&mut l, BOB, 4);
+    assert_eq!(again.len(), 1);
+    assert_eq!(l.handle_rollout(rollout(&again[0], 1.0)), Admission::Accepted);
+    let batch = l.take_batch().expect("two whole groups");
+    assert_eq!(batch.consumed().len(), 4);
+}

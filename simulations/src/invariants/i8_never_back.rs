@@ -2,12 +2,15 @@ use super::{Conflict, Invariant};
 use crate::event::{Event, NodeIx};
 use crate::oracle::Oracle;
 use starling_protocol::{ModelName, PolicyVersion, Term};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// I8: a node's term and version of a model never fall, restarts included, unless its disk was lost.
+/// I8: a node's term and version of a model never fall, restarts included, unless its disk was lost. A node whose disk
+/// takes no writes may have seen a term that it could not note; it has answered nobody in it.
 #[derive(Debug, Default)]
 pub(super) struct NeverBack {
+    /// Their disks have failed in this run.
+    frail: BTreeSet<NodeIx>,
     terms: BTreeMap<(NodeIx, ModelName), Term>,
     applied: BTreeMap<(NodeIx, ModelName), PolicyVersion>,
     served: BTreeMap<(NodeIx, ModelName), PolicyVersion>,
@@ -41,6 +44,11 @@ impl Invariant for NeverBack {
                 }
                 Ok(())
             }
+            Event::Fault { kind: "disk_fails", begins: true, groups } => {
+                self.frail.extend(groups.iter().flatten());
+                Ok(())
+            }
+            Event::Leads { node, .. } if self.frail.contains(node) => Ok(()),
             Event::Leads { node, model, term, .. } => rises(&mut self.terms, *node, model, *term, "the term"),
             Event::Applied { node, model, version, .. } => {
                 rises(&mut self.applied, *node, model, *version, "the version")
