@@ -335,6 +335,10 @@ pub struct ModelState {
     pub version_term: Term,
     /// Newest optimizer state and the version it belongs to.
     pub optimizer_state: Option<(PolicyVersion, Manifest)>,
+    /// Who held [`ModelState::weights`] durably before their step was proposed; empty for version 0.
+    pub weights_holders: Vec<NodeId>,
+    /// Who held [`ModelState::optimizer_state`] durably before its step was proposed.
+    pub optimizer_holders: Vec<NodeId>,
     /// Jobs in the order of submission.
     pub jobs: Vec<JobState>,
     /// Every consumed rollout with the version that used it.
@@ -449,9 +453,11 @@ impl ModelState {
         self.version = step.version;
         self.version_term = step.term;
         self.weights = Some(step.weights.clone());
+        self.weights_holders.clone_from(&step.holders);
         self.weights_delta.clone_from(&step.weights_delta);
         if let Some(m) = &step.optimizer_state {
             self.optimizer_state = Some((step.version, m.clone()));
+            self.optimizer_holders.clone_from(&step.holders);
         }
         self.consumed.extend(step.consumed.iter().map(|id| (*id, step.version)));
         self.terms.insert(step.term);

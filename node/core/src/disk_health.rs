@@ -101,4 +101,10 @@ impl Store for WatchedStore {
     fn flush(&self) -> Result<(), StoreError> {
         self.inner.flush()
     }
+    fn headroom_bytes(&self) -> Result<Option<u64>, StoreError> {
+        self.inner.headroom_bytes()
+    }
+    fn reclaim(&self) -> Result<(), StoreError> {
+        self.inner.reclaim()
+    }
 }

@@ -120,14 +120,8 @@ impl NodeCore {
         let blobs = Blobs::new(store.clone(), transport.clone());
         let rollouts =
             Rollouts::start(store.clone(), transport.clone(), membership.clone(), verifier.clone(), shutdown.clone());
-        let groups = Groups::start(
-            transport.clone(),
-            watched,
-            membership.clone(),
-            config.groups,
-            config.seed,
-            shutdown.clone(),
-        );
+        let groups =
+            Groups::start(transport.clone(), watched, membership.clone(), config.groups, config.seed, shutdown.clone());
         let hosting = Hosting::new(blobs.clone(), signer.clone(), config.compute.clone());
         let parts = crate::maintenance::Parts {
             store: store.clone(),

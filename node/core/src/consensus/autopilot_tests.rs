@@ -175,7 +175,11 @@ fn random(rng: &mut ChaCha8Rng) -> Situation {
     s.steady.insert(n(1));
     for i in 2..=rng.random_range(1..=12_u8) {
         let node = n(i);
-        if rng.random_bool(0.25) { s.witnesses.insert(node) } else { s.servers.insert(node) };
+        if rng.random_bool(0.25) {
+            s.witnesses.insert(node)
+        } else {
+            s.servers.insert(node)
+        };
         match rng.random_range(0..3) {
             0 => drop(s.voters.insert(node)),
             1 => drop(s.learners.insert(node)),
@@ -218,7 +222,9 @@ fn in_any_situation_changes_are_safe_few_and_final() {
             assert!(changes.len() <= 3 * nodes, "seed {seed}: {changes:?} from {before:?}");
         }
         let undone = |c: &Change| match c {
-            Change::Promote(node) => changes.contains(&Change::Demote(*node)) || changes.contains(&Change::Remove(*node)),
+            Change::Promote(node) => {
+                changes.contains(&Change::Demote(*node)) || changes.contains(&Change::Remove(*node))
+            }
             Change::AddLearner(node) => changes.contains(&Change::Remove(*node)),
             Change::Demote(_) | Change::Remove(_) => false,
         };

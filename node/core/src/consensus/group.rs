@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex};
 
 use openraft::RaftMetrics;
-use starling_protocol::{ModelName, NodeId};
 use starling_protocol::control::ModelState;
+use starling_protocol::{ModelName, NodeId};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 

@@ -119,11 +119,16 @@ impl Groups {
     }
 
     /// Starts the group over after its run ended with an error; readers keep their feeds.
-    pub(super) async fn reopen(self: &Arc<Self>, ended: &Group) -> Result<(), GroupError> {
-        let _one_at_a_time = self.opening.lock().await;
-        ended.closed.cancel();
-        let inviter = *lock(&ended.inviter);
-        self.run(&ended.model, inviter, ended.leadership.clone(), ended.state.clone()).await.map(drop)
+    ///
+    /// Boxed, because the new run is watched over by the same code that calls this.
+    pub(super) fn reopen<'a>(self: &'a Arc<Self>, ended: &'a Group) -> BoxFuture<'a, Result<(), GroupError>> {
+        Box::pin(async move {
+            let _one_at_a_time = self.opening.lock().await;
+            let inviter = *lock(&ended.inviter);
+            self.run(&ended.model, inviter, ended.leadership.clone(), ended.state.clone()).await?;
+            ended.closed.cancel();
+            Ok(())
+        })
     }
 
     /// Boxed: what it starts may start it again, and openraft's start alone is a future of 16 KiB.

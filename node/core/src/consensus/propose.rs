@@ -43,7 +43,12 @@ impl Groups {
         self.write(&group, Some(term), entry).await
     }
 
-    pub(super) async fn write(&self, group: &Group, term: Option<Term>, entry: ControlEntry) -> Result<Applied, ProposeError> {
+    pub(super) async fn write(
+        &self,
+        group: &Group,
+        term: Option<Term>,
+        entry: ControlEntry,
+    ) -> Result<Applied, ProposeError> {
         let got = encode(&entry).len();
         if got > ENTRY_LEN_BYTES_MAX {
             return Err(ProposeError::TooLong { got, max: ENTRY_LEN_BYTES_MAX });

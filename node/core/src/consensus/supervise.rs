@@ -53,7 +53,8 @@ impl Groups {
             let mut view = self.look(&group, now);
             let m = group.metrics();
             if !alive || m.running_state.is_err() {
-                let why = m.running_state.err().map_or_else(|| "it was shut down".to_owned(), |e| e.to_string());
+                let stopped = m.running_state.err().map_or_else(|| "it was shut down".to_owned(), |e| e.to_string());
+                let why = self.store.failing().unwrap_or(stopped);
                 view = LeaderView { wait: Some(format!("the group of {} stopped: {why}", group.model)), ..view };
                 view.is_self = false;
                 view.leader = None;
@@ -73,8 +74,8 @@ impl Groups {
             if m.state == ServerState::Leader && lock(&group.unfit).is_some() {
                 turn = turn.wrapping_add(1);
                 self.hand_over(&group, turn).await;
-            } else if self.config.witness {
-                self.help_as_witness(&group, now - leaderless_since).await;
+            } else if lock(&group.unfit).is_some() {
+                self.help_out(&group, now - leaderless_since).await;
             }
         }
         if let Err(error) = group.raft.shutdown().await {
@@ -149,14 +150,9 @@ impl Groups {
             let is_self = unfit.is_none() && age.is_some_and(|a| a < lease);
             // One that may not lead does not show itself as the leader: nobody should wait for its steps.
             let leader = is_self.then_some(self.node);
-            let wait = unfit.map(|why| format!("this node has the leadership of {} and must not use it: {why}", group.model));
-            return LeaderView {
-                leader,
-                term,
-                is_self,
-                quorum_acked_at: age.and_then(|a| now.checked_sub(a)),
-                wait,
-            };
+            let wait =
+                unfit.map(|why| format!("this node has the leadership of {} and must not use it: {why}", group.model));
+            return LeaderView { leader, term, is_self, quorum_acked_at: age.and_then(|a| now.checked_sub(a)), wait };
         }
         let heard = lock(&group.heard).is_some_and(|at| now - at < lease);
         let leader = m.current_leader.filter(|l| heard && *l != self.node);
@@ -185,15 +181,15 @@ impl Groups {
         }
     }
 
-    /// A witness that holds the newest log must lead for a moment: no other can be elected while it refuses its
-    /// vote to older logs. It hands over at once.
-    async fn help_as_witness(&self, group: &Group, leaderless: Duration) {
+    /// A voter that must not lead but holds the newest log must have the leadership for a moment: no other can be
+    /// elected while it refuses its vote to older logs. It hands over at once, and does nothing else with it.
+    async fn help_out(&self, group: &Group, leaderless: Duration) {
         let m = group.metrics();
         let live: BTreeSet<_> = self.membership.live().into_iter().collect();
         let voters: BTreeSet<_> = m.membership_config.voter_ids().collect();
         let quorum = voters.intersection(&live).count() > voters.len() / 2;
         if voters.contains(&self.node) && quorum && leaderless >= 2 * self.config.patience() {
-            tracing::info!(model = %group.model, "no server can be elected: the witness stands, to hand over");
+            tracing::info!(model = %group.model, "no other can be elected: this node stands, to hand over");
             let _stopped = group.raft.trigger().elect(false).await;
         }
     }

@@ -5,14 +5,14 @@ use super::{Desk, Open};
 use crate::compute::{StepTrainer, Stepped};
 use crate::consensus::ProposeError;
 use starling_engine::StepReport;
-use starling_protocol::Term;
 use starling_protocol::control::{Applied, ControlEntry, JobEnd, JobState, ModelState, StepCommitted, StepMetrics};
 use starling_protocol::ledger::{Admission, Ledger, LoadedTasks, TrainingBatch};
 use starling_protocol::manifest::{DeltaManifest, Manifest};
 use starling_protocol::planted::{self, Bug};
 use starling_protocol::task::{Task, read_task_set};
 use starling_protocol::wire::RolloutAnnouncement;
-use std::collections::BTreeMap;
+use starling_protocol::{NodeId, Term};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -133,11 +133,17 @@ impl<'a> JobRun<'a> {
             tasks.push(LoadedTasks { train, heldout });
         }
         let manifest = state.weights.as_ref().ok_or("the model has no weights")?;
-        let weights = context.blobs.fetch(manifest, &sources).await.map_err(|e| e.to_string())?;
+        // A holder need not serve the model, so the log knows more than the mesh says.
+        let with_holders = |holders: &[NodeId]| -> Vec<NodeId> {
+            let live = holders.iter().filter(|n| context.membership.is_live(**n));
+            live.chain(&sources).copied().collect::<BTreeSet<_>>().into_iter().collect()
+        };
+        let holders = with_holders(&state.weights_holders);
+        let weights = context.blobs.fetch(manifest, &holders).await.map_err(|e| e.to_string())?;
         let config = load_config(desk, state).await?;
         let optimizer_state = match &state.optimizer_state {
             // Moments some versions old are better than none; they must not keep a model from training.
-            Some((version, m)) => match context.blobs.fetch(m, &sources).await {
+            Some((version, m)) => match context.blobs.fetch(m, &with_holders(&state.optimizer_holders)).await {
                 Ok(bytes) => Some(bytes),
                 Err(e) => {
                     tracing::warn!(model = %desk.model, version = version.0, error = %e, "optimizer starts without its moments");
@@ -326,7 +332,7 @@ impl<'a> JobRun<'a> {
     }
 
     /// A second holder, the best reachable one; waits, and says so, while a live voter exists but none takes it.
-    async fn place(&self, manifests: Vec<Manifest>, delta: Option<DeltaManifest>) -> Vec<starling_protocol::NodeId> {
+    async fn place(&self, manifests: Vec<Manifest>, delta: Option<DeltaManifest>) -> Vec<NodeId> {
         let context = &self.desk.context;
         let local = context.transport.local();
         let key = manifests[0].hash;

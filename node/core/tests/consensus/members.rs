@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use starling_core::consensus::JoinError;
-use starling_protocol::{ModelName, PolicyVersion};
 use starling_protocol::control::ControlEntry;
 use starling_protocol::manifest::Manifest;
 use starling_protocol::record::Role;
 use starling_protocol::wire::ModelAnnouncement;
+use starling_protocol::{ModelName, PolicyVersion};
 use tokio::time::sleep;
 
 use crate::support::*;

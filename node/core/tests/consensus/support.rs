@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use starling_core::runtime::NodeScope;
 use starling_core::consensus::{GroupConfig, Groups, LeaderView, ProposeError};
 use starling_core::disk_health::WatchedStore;
 use starling_core::membership::{Membership, MembershipConfig};
 use starling_core::memory_network::{MemoryConfig, MemoryNetwork};
+use starling_core::runtime::NodeScope;
 use starling_core::transport::{FrameStream, Inbound, InboundError, Verdict};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{Applied, ControlEntry, ModelState, StepCommitted, StepMetrics};
@@ -180,6 +180,12 @@ impl Store for FaultyDisk {
     fn flush(&self) -> Result<(), StoreError> {
         self.inner.flush()
     }
+    fn headroom_bytes(&self) -> Result<Option<u64>, StoreError> {
+        self.inner.headroom_bytes()
+    }
+    fn reclaim(&self) -> Result<(), StoreError> {
+        self.inner.reclaim()
+    }
 }
 
 pub(crate) struct World {
@@ -229,7 +235,11 @@ impl World {
         self.roles.insert(node, role);
         let seed = self.seed * 1000 + self.runs;
         let scope = NodeScope::new(seed);
-        let store: SharedStore = self.disks.entry(node).or_insert_with(|| FaultyDisk::over(self.stores.entry(node).or_default().clone())).clone();
+        let store: SharedStore = self
+            .disks
+            .entry(node)
+            .or_insert_with(|| FaultyDisk::over(self.stores.entry(node).or_default().clone()))
+            .clone();
         let transport = self.network.transport(node);
         let now = Timestamp(1_000_000) + self.started.elapsed() + Duration::from_millis(self.runs);
         let config = GroupConfig { witness: role == Role::Witness, ..self.config.clone() };
@@ -354,4 +364,3 @@ pub(crate) fn step(term: Term, version: u64, consumed: &[u64]) -> ControlEntry {
         metrics: StepMetrics::default(),
     }))
 }
-
