@@ -142,7 +142,7 @@ pub enum NodeCommand {
     /// Hand what the running node holds to others; returns when it may be stopped.
     ///
     /// It takes no new claims, generations, rollouts or weights from then on. Refused when no other node can take over.
-    #[command(after_help = "Example:\n  starling node drain && kill $(pidof starling)")]
+    #[command(after_help = "Example:\n  starling node drain --data ~/.starling")]
     Drain,
 }
 
