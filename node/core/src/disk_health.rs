@@ -92,12 +92,6 @@ impl Store for WatchedStore {
     fn size_bytes(&self) -> Result<u64, StoreError> {
         self.inner.size_bytes()
     }
-    fn headroom_bytes(&self) -> Result<Option<u64>, StoreError> {
-        self.inner.headroom_bytes()
-    }
-    fn reclaim(&self) -> Result<(), StoreError> {
-        self.inner.reclaim()
-    }
     fn flush(&self) -> Result<(), StoreError> {
         self.inner.flush()
     }
