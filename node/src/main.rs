@@ -17,10 +17,13 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    // Simulated nodes fail by design, thousands a minute: their log is for who asks for it.
+    let quiet = matches!(cli.command, Command::Sim(_));
+    let usual = if quiet { "off" } else { "info,openraft=error,libp2p=warn,quinn=warn,netlink_proto=warn" };
     tracing_subscriber::fmt()
         .with_env_filter(
             tracing_subscriber::EnvFilter::try_from_env("STARLING_LOG")
-                .unwrap_or_else(|_unset| "info,openraft=error,libp2p=warn,quinn=warn,netlink_proto=warn".into()),
+                .unwrap_or_else(|_unset| usual.into()),
         )
         .with_writer(std::io::stderr)
         .init();
