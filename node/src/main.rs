@@ -22,8 +22,7 @@ fn main() -> ExitCode {
     let usual = if quiet { "off" } else { "info,openraft=error,libp2p=warn,quinn=warn,netlink_proto=warn" };
     tracing_subscriber::fmt()
         .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_env("STARLING_LOG")
-                .unwrap_or_else(|_unset| usual.into()),
+            tracing_subscriber::EnvFilter::try_from_env("STARLING_LOG").unwrap_or_else(|_unset| usual.into()),
         )
         .with_writer(std::io::stderr)
         .init();

@@ -3,7 +3,7 @@
 use crate::event::Event;
 use crate::oracle::Counts;
 use crate::scenario::Scenario;
-use crate::sim::{Ended, Recorded, Violation, World};
+use crate::sim::{Ended, Load, Recorded, Violation, World};
 use serde::Serialize;
 use starling_core::memory_network::{MessageKind, NodeCounters};
 use starling_protocol::Hash;
@@ -36,6 +36,10 @@ pub struct Outcome {
     pub virtual_time: Duration,
     /// From the heal to convergence, if it came.
     pub healed_in: Option<Duration>,
+    /// From a death to all others knowing it, in a membership scenario.
+    pub detected_in: Option<Duration>,
+    /// What a node sends in a second of the quiet time before the first fault.
+    pub steady: Option<Load>,
     /// What passed through each node.
     pub traffic: Vec<Traffic>,
     /// Everything that happened, if it was to be kept.
@@ -105,6 +109,8 @@ fn run_after(scenario: &Arc<Scenario>, seed: u64, keep: bool, prepare: impl FnOn
             counts: Counts::default(),
             virtual_time: Duration::ZERO,
             healed_in: None,
+            detected_in: None,
+            steady: None,
             traffic: Vec::new(),
             record: Vec::new(),
             names: Vec::new(),
@@ -140,6 +146,8 @@ fn outcome(scenario: String, seed: u64, ended: Ended) -> Outcome {
         counts: oracle.counts,
         virtual_time: ended.virtual_time,
         healed_in: ended.healed_in,
+        detected_in: ended.detected_in,
+        steady: ended.steady,
         traffic: ended.traffic.into_iter().map(Traffic::from).collect(),
         record: kept,
         names: ended.names,

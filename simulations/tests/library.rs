@@ -18,7 +18,12 @@ fn every_scenario_keeps_every_promise() {
         true
     });
     let broken = outcomes.iter().filter(|o| !o.violations.is_empty()).count();
-    assert_eq!(broken, 0, "of {} runs; reproduce with `starling sim SCENARIO --seeds SEED --report report`", plan.len());
+    assert_eq!(
+        broken,
+        0,
+        "of {} runs; reproduce with `starling sim SCENARIO --seeds SEED --report report`",
+        plan.len()
+    );
     // A run in which nothing happens keeps every promise too.
     for o in &outcomes {
         assert!(o.counts.steps > 0 && o.counts.acknowledged > 0, "{} seed {}: {:?}", o.scenario, o.seed, o.counts);

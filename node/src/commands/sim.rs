@@ -6,7 +6,7 @@ use anyhow::{Context, anyhow};
 use serde::Serialize;
 use starling_protocol::Hash;
 use starling_simulations::scenario::{self, library};
-use starling_simulations::{Outcome, Scenario, Violation, replays, report, run, run_all};
+use starling_simulations::{Load, Outcome, Scenario, Violation, replays, report, run, run_all};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -24,6 +24,12 @@ struct Summary {
     trace_hash: Hash,
     wall_s: f64,
     virtual_s: f64,
+    /// Of each run: from a death to all others knowing it, in seconds, in a membership scenario.
+    detected_in_s: Vec<Option<f64>>,
+    /// Of each run: from the heal to convergence, in seconds.
+    healed_in_s: Vec<Option<f64>>,
+    /// Of each run: what a node sends in a second of the quiet time before the first fault.
+    steady: Vec<Option<Load>>,
     steps: u64,
     acknowledged: u64,
     consumed: u64,
@@ -197,6 +203,9 @@ fn summary(from: u64, to: u64, outcomes: &[Outcome], violations: Vec<Found>, sta
         trace_hash,
         wall_s: started.elapsed().as_secs_f64(),
         virtual_s: outcomes.iter().map(|o| o.virtual_time.as_secs_f64()).sum(),
+        detected_in_s: outcomes.iter().map(|o| o.detected_in.map(|d| d.as_secs_f64())).collect(),
+        healed_in_s: outcomes.iter().map(|o| o.healed_in.map(|d| d.as_secs_f64())).collect(),
+        steady: outcomes.iter().map(|o| o.steady).collect(),
         steps: sum(|o| o.counts.steps),
         acknowledged: sum(|o| o.counts.acknowledged),
         consumed: sum(|o| o.counts.consumed),
@@ -211,8 +220,13 @@ fn line(o: &Outcome) -> String {
         (None, Some(healed)) => format!("holds; converged {:.1} s after the heal", healed.as_secs_f64()),
         (None, None) => "holds".to_owned(),
     };
+    let load = o.steady.map_or_else(String::new, |l| {
+        format!("; a node sends {:.1} messages and {:.0} bytes a second", l.messages, l.bytes)
+    });
+    let death =
+        o.detected_in.map_or_else(String::new, |d| format!("; a death was known to all in {:.1} s", d.as_secs_f64()));
     format!(
-        "{:<16} seed {:<6} {:>8} events {:>4} steps {:>5} acknowledged {:>3} crashes  {verdict}",
+        "{:<16} seed {:<6} {:>8} events {:>4} steps {:>5} acknowledged {:>3} crashes  {verdict}{death}{load}",
         o.scenario, o.seed, o.events, c.steps, c.acknowledged, c.crashes
     )
 }

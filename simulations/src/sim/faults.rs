@@ -1,6 +1,6 @@
 //! Faults at work: which nodes they mean, what they cut, and how they end.
 
-use super::node::{Around, SimNode};
+use super::node::SimNode;
 use crate::event::NodeIx;
 use crate::scenario::select::RoleSet;
 use crate::scenario::{Select, Session};
@@ -205,11 +205,4 @@ pub(crate) fn session(kind: Session, mean: Duration, rng: &mut ChaCha8Rng) -> Du
         Session::Pareto => (u.powf(-1.0 / 1.5) / 3.0).min(100.0),
     };
     mean.mul_f64(relative.max(1e-3))
-}
-
-/// Crashes every node of `who` that runs.
-pub(crate) fn crash_all(nodes: &mut [SimNode], who: &[NodeIx], around: &Around<'_>, power_loss: bool, disk_lost: bool) {
-    for ix in who {
-        nodes[ix.0 as usize].crash(around, power_loss, disk_lost);
-    }
 }

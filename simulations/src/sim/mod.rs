@@ -10,6 +10,7 @@ mod compute;
 mod disk;
 mod faults;
 mod key;
+mod member;
 mod node;
 mod observer;
 mod recorder;
@@ -19,4 +20,5 @@ mod world;
 
 pub(crate) use recorder::Recorded;
 pub use recorder::Violation;
+pub use world::Load;
 pub(crate) use world::{Ended, World};

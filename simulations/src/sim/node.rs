@@ -5,13 +5,14 @@ use super::clock::SimClock;
 use super::compute::{SimCompute, Slowness};
 use super::disk::SimDisk;
 use super::key::SimKey;
+use super::member::Member;
 use super::recorder::Recorder;
 use super::watcher;
 use crate::event::{Event, NodeIx};
-use crate::scenario::{Device, Job, NodeGroup};
+use crate::scenario::{Device, Job, Mode, NodeGroup};
 use starling_core::consensus::GroupConfig;
 use starling_core::maintenance::MaintenanceConfig;
-use starling_core::membership::MembershipConfig;
+use starling_core::membership::{Membership, MembershipConfig, SharedRecords};
 use starling_core::memory_network::MemoryNetwork;
 use starling_core::runtime::NodeScope;
 use starling_core::{CoreConfig, Dispatch, NodeCore};
@@ -43,7 +44,9 @@ pub(crate) struct SimNode {
 
 struct Running {
     scope: NodeScope,
-    core: Arc<NodeCore>,
+    membership: Arc<Membership>,
+    /// Not in a membership scenario.
+    core: Option<Arc<NodeCore>>,
 }
 
 /// What a process needs from the run.
@@ -52,6 +55,9 @@ pub(crate) struct Around<'a> {
     pub(crate) network: &'a Arc<MemoryNetwork>,
     pub(crate) recorder: &'a Recorder,
     pub(crate) job: &'a Arc<Job>,
+    pub(crate) mode: Mode,
+    /// Records that nodes of this process share.
+    pub(crate) records: &'a Arc<SharedRecords>,
     /// Nodes to announce itself to.
     pub(crate) seeds: Vec<NodeId>,
 }
@@ -85,7 +91,11 @@ impl SimNode {
 
     /// Its logic, while it runs.
     pub(crate) fn core(&self) -> Option<&Arc<NodeCore>> {
-        self.running.as_ref().map(|r| &r.core)
+        self.running.as_ref().and_then(|r| r.core.as_ref())
+    }
+    /// Its list of nodes, while it runs.
+    pub(crate) fn membership(&self) -> Option<&Arc<Membership>> {
+        self.running.as_ref().map(|r| &r.membership)
     }
     pub(crate) fn is_up(&self) -> bool {
         self.running.is_some()
@@ -111,6 +121,11 @@ impl SimNode {
         let key = SimKey(self.id);
         let store: SharedStore = self.disk.clone();
         let transport = around.network.transport(self.id);
+        if around.mode == Mode::Membership {
+            let running = self.start_member(around, scope, seed).await;
+            self.running = Some(running);
+            return Ok(());
+        }
         let config = self.config(around, seed);
         let shutdown = CancellationToken::new();
         let slots = if self.group.role.runs_agents() { self.group.slots } else { 0 };
@@ -130,8 +145,25 @@ impl SimNode {
             Ok::<_, starling_core::consensus::GroupError>(core)
         });
         let core = Box::pin(started).await.map_err(|e| format!("{} does not start: {e}", self.name))?;
-        self.running = Some(Running { scope, core });
+        self.running = Some(Running { scope, membership: core.membership().clone(), core: Some(core) });
         Ok(())
+    }
+
+    async fn start_member(&self, around: &Around<'_>, scope: NodeScope, seed: u64) -> Running {
+        around.recorder.record(Event::Started { node: self.ix });
+        let key = SimKey(self.id);
+        let transport = around.network.transport(self.id).shared();
+        let config = self.config(around, seed);
+        let started = scope.run(async {
+            let now = self.clock.now();
+            let verifier = Arc::new(key);
+            let m = Membership::start(transport, verifier, config.membership, seed, now, CancellationToken::new());
+            around.network.attach(self.id, Arc::new(Member(m.clone(), key)));
+            m.publish_record(config.record, &key);
+            m
+        });
+        let membership = started.await;
+        Running { scope, membership, core: None }
     }
 
     fn config(&self, around: &Around<'_>, seed: u64) -> CoreConfig {
@@ -157,7 +189,11 @@ impl SimNode {
                 agent_slots: 0,
                 intake: Intake::default(),
             },
-            membership: MembershipConfig { seeds: around.seeds.clone(), ..MembershipConfig::default() },
+            membership: MembershipConfig {
+                seeds: around.seeds.clone(),
+                shared_records: Some(around.records.clone()),
+                ..MembershipConfig::default()
+            },
             groups: GroupConfig { witness: !roles.contains(&Role::Server), ..GroupConfig::default() },
             // Minutes of a real node's life in seconds, so that a run of two minutes sees copies restored and data deleted.
             maintenance: MaintenanceConfig {
@@ -175,20 +211,26 @@ impl SimNode {
     }
 
     /// The process dies where it stands; with `power_loss` the machine too.
-    pub(crate) fn crash(&mut self, around: &Around<'_>, power_loss: bool, disk_lost: bool) {
+    pub(crate) fn crash(
+        &mut self,
+        network: &Arc<MemoryNetwork>,
+        recorder: &Recorder,
+        power_loss: bool,
+        disk_lost: bool,
+    ) {
         let Some(running) = self.running.take() else { return };
-        around.network.detach(self.id);
+        network.detach(self.id);
         running.scope.crash();
-        drop(running.core);
+        drop(running);
         if power_loss {
             self.disk.lose_power();
         }
-        around.recorder.record(Event::Crashed { node: self.ix, power_loss, disk_lost });
+        recorder.record(Event::Crashed { node: self.ix, power_loss, disk_lost });
         if disk_lost {
-            self.disk = Arc::new(SimDisk::new(self.ix, around.recorder.clone()));
+            self.disk = Arc::new(SimDisk::new(self.ix, recorder.clone()));
             self.lives += 1;
             self.id = SimKey::named(&format!("{}#{}", self.name, self.lives)).0;
-            around.recorder.rename(self.ix, self.id);
+            recorder.rename(self.ix, self.id);
         }
     }
 }

@@ -8,9 +8,10 @@ use super::setup;
 use crate::event::{Event, NodeIx};
 use crate::invariants::End;
 use crate::scenario::plan;
-use crate::scenario::{Fault, FaultKind, LinkBehaviour, Scenario, Session};
+use crate::scenario::{Fault, FaultKind, LinkBehaviour, Mode, Scenario, Session};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use starling_core::membership::SharedRecords;
 use starling_core::memory_network::{LinkProfile, MemoryConfig, MemoryNetwork, NodeCounters};
 use starling_core::runtime::NodeScope;
 use starling_protocol::{ModelName, NodeId, PolicyVersion};
@@ -47,6 +48,12 @@ enum Action {
     },
     /// A crashed node comes back.
     Restart(NodeIx),
+    /// The quiet time before the first fault begins, or ends.
+    Quiet {
+        begins: bool,
+    },
+    /// Do all know of the last death?
+    Look,
 }
 
 /// See the module's text.
@@ -67,6 +74,22 @@ pub(crate) struct World {
     effects: BTreeMap<usize, Effect>,
     safety_from: Instant,
     operators: Vec<NodeScope>,
+    records: Arc<SharedRecords>,
+    /// In a membership scenario: when the last node died, until all others know.
+    undetected_since: Option<Instant>,
+    detected_in: Option<Duration>,
+    /// Traffic of all nodes at the start of the quiet time before the first fault.
+    quiet_from: Option<(Instant, Load)>,
+    steady: Option<Load>,
+}
+
+/// Messages and bytes that a node sends in a second, on average over all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct Load {
+    /// Messages, each direction of a call counted as one.
+    pub messages: f64,
+    /// Bytes of their bodies.
+    pub bytes: f64,
 }
 
 #[derive(Clone, Debug)]
@@ -84,6 +107,10 @@ pub(crate) struct Ended {
     pub(crate) virtual_time: Duration,
     /// From the heal to convergence.
     pub(crate) healed_in: Option<Duration>,
+    /// From a death to all others knowing it, in a membership scenario.
+    pub(crate) detected_in: Option<Duration>,
+    /// In the quiet time before the first fault.
+    pub(crate) steady: Option<Load>,
 }
 
 impl World {
@@ -118,6 +145,11 @@ impl World {
             effects: BTreeMap::new(),
             safety_from: start,
             operators: Vec::new(),
+            records: Arc::default(),
+            undetected_since: None,
+            detected_in: None,
+            quiet_from: None,
+            steady: None,
             scenario,
         }
     }
@@ -145,7 +177,7 @@ impl World {
         self.end(steps_at_heal, converged, healed_in)
     }
 
-    fn around(&mut self, node: NodeIx) -> Around<'_> {
+    fn seeds_of(&mut self, node: NodeIx) -> Vec<NodeId> {
         // An operator's list of peers: the first nodes, and some that it has met.
         let mut seeds: Vec<NodeId> =
             self.nodes.iter().filter(|n| n.ix != node && !n.group.absent).take(SEEDS).map(|n| n.id).collect();
@@ -155,13 +187,22 @@ impl World {
                 seeds.push(other.id);
             }
         }
-        Around { seed: self.seed, network: &self.network, recorder: &self.recorder, job: &self.job, seeds }
+        seeds
     }
 
     async fn start(&mut self, node: NodeIx) {
-        let seeds = self.around(node).seeds;
+        let seeds = self.seeds_of(node);
         let (network, recorder, job) = (self.network.clone(), self.recorder.clone(), self.job.clone());
-        let around = Around { seed: self.seed, network: &network, recorder: &recorder, job: &job, seeds };
+        let (records, mode) = (self.records.clone(), self.scenario.mode);
+        let around = Around {
+            seed: self.seed,
+            network: &network,
+            recorder: &recorder,
+            job: &job,
+            mode,
+            records: &records,
+            seeds,
+        };
         if let Err(why) = self.nodes[node.0 as usize].start(&around).await {
             // Its disk may be failing: it is tried again, as a supervisor would.
             tracing::debug!(why, "a node does not start");
@@ -170,9 +211,9 @@ impl World {
     }
 
     fn crash(&mut self, who: &[NodeIx], power_loss: bool, disk_lost: bool) {
-        let (network, recorder, job) = (self.network.clone(), self.recorder.clone(), self.job.clone());
-        let around = Around { seed: self.seed, network: &network, recorder: &recorder, job: &job, seeds: Vec::new() };
-        faults::crash_all(&mut self.nodes, who, &around, power_loss, disk_lost);
+        for node in who {
+            self.nodes[node.0 as usize].crash(&self.network, &self.recorder, power_loss, disk_lost);
+        }
         if disk_lost {
             for node in who {
                 self.cuts.follow(*node, &self.nodes, &self.network);
@@ -215,6 +256,13 @@ impl World {
 
     async fn set_up(&mut self) {
         let server = self.nodes.iter().find(|n| n.group.role.serves() && n.is_up()).map(|n| n.ix);
+        if self.scenario.mode == Mode::Membership {
+            let deadline = Instant::now() + SETUP_MAX;
+            while !self.all_know_all() && Instant::now() < deadline {
+                self.pause(LOOK).await;
+            }
+            return;
+        }
         let Some(core) = server.and_then(|s| self.nodes[s.0 as usize].core().cloned()) else { return };
         let servers = self.nodes.iter().filter(|n| n.is_up() && n.group.role.serves()).count();
         let deadline = Instant::now() + SETUP_MAX;
@@ -247,6 +295,9 @@ impl World {
         for i in 0..self.faults.len() {
             self.at(self.faults[i].at, Action::Begin(i));
         }
+        let first = self.faults.first().map_or(self.scenario.duration, |f| f.at);
+        self.at(first / 2, Action::Quiet { begins: true });
+        self.at(first.mul_f64(0.98), Action::Quiet { begins: false });
         while !self.recorder.is_violated() {
             let next = self.queue.first_key_value().map(|((at, _), _)| *at);
             let until = next.unwrap_or(self.scenario.duration).min(self.scenario.duration);
@@ -271,6 +322,51 @@ impl World {
             Action::Flap { fault, cut } => self.flap(fault, cut),
             Action::Churn { fault, node, leaves } => self.churn(fault, node, leaves).await,
             Action::Restart(node) => self.start(node).await,
+            Action::Quiet { begins } => self.measure(begins),
+            Action::Look => self.look(),
+        }
+    }
+
+    fn load(&self) -> Load {
+        let sum = self
+            .nodes
+            .iter()
+            .map(|n| self.network.counters(n.id))
+            .fold((0, 0), |(m, b), c| (m + c.messages_sent, b + c.bytes_sent));
+        #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
+        Load { messages: sum.0 as f64, bytes: sum.1 as f64 }
+    }
+
+    fn measure(&mut self, begins: bool) {
+        let now = self.load();
+        match (begins, self.quiet_from) {
+            (true, _) => self.quiet_from = Some((Instant::now(), now)),
+            (false, Some((since, before))) => {
+                #[expect(clippy::cast_precision_loss, reason = "at most 20,000 nodes")]
+                let per = 1.0 / (since.elapsed().as_secs_f64().max(1e-3) * self.nodes.len() as f64);
+                let per_node = |a: f64, b: f64| (a - b) * per;
+                self.steady = Some(Load {
+                    messages: per_node(now.messages, before.messages),
+                    bytes: per_node(now.bytes, before.bytes),
+                });
+            }
+            (false, None) => {}
+        }
+    }
+
+    /// Whether every node that is up counts as many live nodes as there are.
+    fn all_know_all(&self) -> bool {
+        let up = self.nodes.iter().filter(|n| n.is_up()).count();
+        self.nodes.iter().filter_map(SimNode::membership).all(|m| m.live_count() == up)
+    }
+
+    fn look(&mut self) {
+        let Some(since) = self.undetected_since else { return };
+        if self.all_know_all() {
+            self.detected_in = Some(since.elapsed());
+            self.undetected_since = None;
+        } else {
+            self.after(LOOK, Action::Look);
         }
     }
 
@@ -324,6 +420,10 @@ impl World {
                 self.tell(i, true, vec![nodes.clone()]);
                 self.crash(&nodes, *power_loss, *disk_lost);
                 self.bring_back(&nodes, *away);
+                if self.scenario.mode == Mode::Membership {
+                    self.undetected_since = Some(Instant::now());
+                    self.after(LOOK, Action::Look);
+                }
             }
             FaultKind::MassLeave { nodes, share, away } => {
                 let nodes = self.nodes_of(nodes).into_iter().filter(|n| self.nodes[n.0 as usize].is_up()).collect();
@@ -483,10 +583,16 @@ impl World {
     }
 
     fn jobs_done(&self) -> bool {
+        if self.scenario.mode == Mode::Membership {
+            return true;
+        }
         self.recorder.oracle(|o| self.models.iter().all(|m| o.newest(m) >= PolicyVersion(self.job.steps)))
     }
 
     fn is_converged(&self, steps_at_heal: u64) -> bool {
+        if self.scenario.mode == Mode::Membership {
+            return self.all_know_all();
+        }
         let servers = self.live_servers();
         let done = self.jobs_done();
         self.recorder.oracle(|o| {
@@ -503,9 +609,10 @@ impl World {
         let virtual_time = self.recorder.now();
         let servers = self.live_servers();
         let said: Vec<(NodeIx, String)> = if converged { Vec::new() } else { self.what_they_say() };
+        let models: &[ModelName] = if self.scenario.mode == Mode::Membership { &[] } else { &self.models };
         let end = End {
             servers: &servers,
-            models: &self.models,
+            models,
             steps_at_heal,
             jobs_done: self.jobs_done(),
             limit: self.scenario.converge,
@@ -522,11 +629,18 @@ impl World {
         let stores: Vec<SharedStore> = self.nodes.iter().map(|n| n.disk.clone() as SharedStore).collect();
         let audit = starling_storage::audit(&stores, []).ok();
         let names = self.nodes.iter().map(|n| n.name.clone()).collect();
-        Ended { recorded, names, traffic, audit, virtual_time, healed_in }
+        let (detected_in, steady) = (self.detected_in, self.steady);
+        Ended { recorded, names, traffic, audit, virtual_time, healed_in, detected_in, steady }
     }
 
     fn what_they_say(&self) -> Vec<(NodeIx, String)> {
         let mut said = Vec::new();
+        if self.scenario.mode == Mode::Membership {
+            let up = self.nodes.iter().filter(|n| n.is_up()).count();
+            let wrong = self.nodes.iter().filter_map(|n| Some((n.ix, n.membership()?.live_count())));
+            let wrong = wrong.filter(|(_, live)| *live != up).take(8);
+            return wrong.map(|(ix, live)| (ix, format!("{live} nodes live, {up} do"))).collect();
+        }
         for node in self.nodes.iter().filter(|n| n.group.role.serves()) {
             for model in &self.models {
                 let words = match node.core() {
