@@ -5,7 +5,7 @@ use crate::invariants::{self, End, Invariant};
 use crate::oracle::Oracle;
 use crate::scenario::Job;
 use starling_protocol::{Hash, NodeId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::Notify;
@@ -36,6 +36,8 @@ struct State {
     checkers: Vec<Box<dyn Invariant>>,
     violations: Vec<Violation>,
     kept: Option<Vec<(Duration, Event)>>,
+    /// Nodes that stored a rollout since the last of their syncs that was kept.
+    unsynced: BTreeSet<NodeIx>,
 }
 
 /// Shared by everything that makes events. All of it runs on one thread: the lock is never contended.
@@ -75,6 +77,7 @@ impl Recorder {
             checkers: invariants::all(job),
             violations: Vec::new(),
             kept: keep.then(Vec::new),
+            unsynced: BTreeSet::new(),
         };
         Self { start, ids: Arc::new(Mutex::new(ids)), state: Arc::new(Mutex::new(state)), alarm: Arc::default() }
     }
@@ -133,7 +136,7 @@ impl Recorder {
         }
         if let Some(kept) = &mut state.kept
             && kept.len() < KEPT_MAX
-            && !matches!(event, Event::Synced { .. } | Event::Gauge { .. })
+            && is_kept(&event, &mut state.unsynced)
         {
             kept.push((at, event));
         }
@@ -171,5 +174,18 @@ impl Recorder {
             violations: std::mem::take(&mut state.violations),
             kept: state.kept.take().unwrap_or_default(),
         }
+    }
+}
+
+/// Whether a report needs it. Of syncs only those that make a rollout durable: at most one for each that is stored.
+fn is_kept(event: &Event, unsynced: &mut BTreeSet<NodeIx>) -> bool {
+    match event {
+        Event::Stored { node, .. } => {
+            unsynced.insert(*node);
+            true
+        }
+        Event::Synced { node } => unsynced.remove(node),
+        Event::Gauge { .. } => false,
+        _ => true,
     }
 }
