@@ -129,7 +129,7 @@ pub trait Transport: Send + Sync + 'static {
     async fn call(&self, peer: NodeId, service: Service, body: Bytes, limit: Duration) -> Result<Bytes, CallError>;
     /// Opens a generation stream to `peer`.
     async fn open_generate(&self, peer: NodeId, limit: Duration) -> Result<FrameStream, CallError>;
-    /// Publishes on a topic that this node has subscribed to. Fire and forget; never blocks.
+    /// Publishes on a topic, subscribed to or not. Fire and forget; never blocks.
     fn publish(&self, topic: Topic, body: Vec<u8>);
     /// Subscribes to a topic; again is harmless.
     fn subscribe(&self, topic: Topic);

@@ -36,7 +36,7 @@ pub(super) async fn announcer(
         }
         for (model, list) in by_model {
             let topic = Topic::Rollouts(model);
-            transport.subscribe(topic.clone());
+            // Without subscribing: who only runs agents need not hear of everyone's rollouts.
             for part in list.chunks(ANNOUNCE_BATCH) {
                 transport.publish(topic.clone(), encode(&Gossip::Rollouts(part.to_vec())));
             }
