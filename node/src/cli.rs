@@ -135,7 +135,7 @@ pub struct JoinArgs {
 pub enum NodeCommand {
     /// Run the first node of a new mesh, or a known node again.
     #[command(after_help = "Example:\n  starling node run --role server")]
-    Run(RunArgs),
+    Run(Box<RunArgs>),
     /// The nodes that the running node knows.
     #[command(after_help = "Example:\n  starling node list --json")]
     List,

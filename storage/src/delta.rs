@@ -70,7 +70,7 @@ pub fn apply(base: &Manifest, base_bytes: &[u8], patch: &[u8], full: &Manifest) 
         Ok(len) => return Err(bad(format!("its frame announces {len:?}"))),
         Err(_not_zstd) => return Err(bad("not a zstd frame".into())),
     }
-    let len = usize::try_from(full.len_bytes).map_err(|_| bad("longer than this machine's memory".into()))?;
+    let len = usize::try_from(full.len_bytes).map_err(|_too_long| bad("longer than this machine's memory".into()))?;
     let mut planes = vec![0; len];
     let got = zstd_safe::decompress(&mut planes[..], patch).map_err(|c| bad(zstd_safe::get_error_name(c).into()))?;
     if got != len {

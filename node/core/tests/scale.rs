@@ -1,6 +1,6 @@
 //! How membership behaves as the mesh grows. By hand, because it takes minutes:
 //! `SCALE=1000 cargo test --release -p starling-core --test scale -- --ignored --nocapture`.
-#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a measurement prints its figures")]
+#![expect(clippy::print_stdout, reason = "a measurement prints its figures")]
 
 mod mesh;
 

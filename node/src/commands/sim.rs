@@ -125,7 +125,9 @@ pub fn sim(args: &SimArgs, json: bool) -> anyhow::Result<ExitCode> {
         (from..=to).flat_map(|seed| scenarios.iter().map(move |s| (s.clone(), seed))).collect()
     } else {
         // Seeds are dealt to the scenarios in turn, so that any long enough range runs them all.
-        (from..=to).map(|seed| (scenarios[(seed % scenarios.len() as u64) as usize].clone(), seed)).collect()
+        let count = scenarios.len() as u64;
+        let turn = |seed: u64| usize::try_from(seed % count).unwrap_or_default();
+        (from..=to).map(|seed| (scenarios[turn(seed)].clone(), seed)).collect()
     };
     let started = Instant::now();
     let outcomes = match (&args.report, plan.as_slice()) {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 /// I2: the committed versions of a lineage form one chain: every node that applies a version applies the same step,
 /// and terms never fall along the chain.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct VersionChain;
 
 impl Invariant for VersionChain {

@@ -66,7 +66,7 @@ pub fn all(job: &Job) -> Vec<Box<dyn Invariant>> {
     let (group_size, groups_per_step) = (job.group_size as usize, job.groups_per_step as usize);
     vec![
         Box::new(i1_one_leader::OneLeader::default()),
-        Box::new(i2_version_chain::VersionChain::default()),
+        Box::new(i2_version_chain::VersionChain),
         Box::new(i3_consumed_once::ConsumedOnce::default()),
         Box::new(i4_nothing_lost::NothingLost { replication }),
         Box::new(i5_fresh_and_verified::FreshAndVerified { staleness_max }),

@@ -97,7 +97,7 @@ fn voters_wanted(servers: usize, witnesses: usize, voters_max: usize) -> usize {
     };
     let max = voters_max.max(1);
     // A limit that is even would only cost: the odd number below it bears as many failures.
-    filled.min(if max > 2 && max % 2 == 0 { max - 1 } else { max })
+    filled.min(if max > 2 && max.is_multiple_of(2) { max - 1 } else { max })
 }
 
 impl Situation {
@@ -143,7 +143,7 @@ pub(super) fn plan(s: &Situation) -> Option<Change> {
     // one that leaves its seat, or the one that makes an even number odd.
     let witness_leaves = s.voters.len() >= wanted && !staying_witnesses.is_empty() && !ready_servers.is_empty();
     let leaves_a_seat = !leaving.is_empty() || witness_leaves;
-    let in_pairs = ready_servers.len() + ready_witnesses.len() >= 2 || s.voters.len() % 2 == 0;
+    let in_pairs = ready_servers.len() + ready_witnesses.len() >= 2 || s.voters.len().is_multiple_of(2);
     let may_promote = in_pairs || leaves_a_seat || wanted == 2;
     if may_promote && let Some(next) = ready_servers.into_iter().chain(ready_witnesses).next() {
         return Some(Change::Promote(*next));
@@ -151,12 +151,12 @@ pub(super) fn plan(s: &Situation) -> Option<Change> {
     // One that is gone keeps its seat while nobody takes it and its leaving would leave an even number: that would
     // bear no more failures, and its return helps.
     if let Some(gone) = leaving.first()
-        && (s.voters.len() % 2 == 0 || leaving.len() >= 2)
+        && (s.voters.len().is_multiple_of(2) || leaving.len() >= 2)
     {
         return Some(Change::Remove(*gone));
     }
     // Too many, and an even number: one may leave without loss, a witness before a server.
-    let surplus = s.voters.len() > wanted && s.voters.len() % 2 == 0;
+    let surplus = s.voters.len() > wanted && s.voters.len().is_multiple_of(2);
     let by_worth = staying_witnesses.iter().chain(staying.iter().rev().filter(|n| s.servers.contains(*n)));
     if surplus && let Some(out) = by_worth.copied().find(|n| *n != s.leader) {
         return Some(Change::Demote(out));

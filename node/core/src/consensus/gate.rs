@@ -48,7 +48,8 @@ impl Groups {
         }
         let stranger = || JoinError::NotAMember { from, model: model.clone() };
         if let Some(group) = self.group(model) {
-            if !self.may_speak(&group, from) && !(group.is_empty() && self.may_invite(model, from)) {
+            let known = self.may_speak(&group, from) || (group.is_empty() && self.may_invite(model, from));
+            if !known {
                 return Err(stranger());
             }
             *lock(&group.inviter) = Some(from);
