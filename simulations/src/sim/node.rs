@@ -197,7 +197,6 @@ impl SimNode {
             groups: GroupConfig { witness: !roles.contains(&Role::Server), ..GroupConfig::default() },
             // Minutes of a real node's life in seconds, so that a run of two minutes sees copies restored and data deleted.
             maintenance: MaintenanceConfig {
-                beat: Duration::from_secs(1),
                 grace: Duration::from_secs(6),
                 rollouts_kept: Duration::from_secs(20),
                 orphans_kept: Duration::from_secs(30),

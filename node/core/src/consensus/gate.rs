@@ -74,13 +74,17 @@ impl Groups {
 
     /// Whether messages of `from` count in the group.
     pub(super) fn may_speak(&self, group: &Group, from: NodeId) -> bool {
-        if group.metrics().membership_config.membership().nodes().any(|(n, _)| *n == from) {
+        let metrics = group.metrics();
+        let mut members = metrics.membership_config.membership().nodes().map(|(n, _)| *n).peekable();
+        // A newcomer has no membership before the first entries are in: several messages of its leader.
+        let newcomer = members.peek().is_none();
+        if members.any(|n| n == from) {
             return true;
         }
         let heard = lock(&group.heard).is_some_and(|at| Instant::now() - at < self.config.election_timeout_max);
         let lonely = !heard && !group.leadership.get().is_self;
         let announced = || lock(&self.announced).get(&group.model).is_some_and(|voters| voters.contains(&from));
-        lonely && (*lock(&group.inviter) == Some(from) || announced())
+        (newcomer || lonely) && (*lock(&group.inviter) == Some(from) || announced())
     }
 
     pub(super) fn admit(&self, group: &Group, from: NodeId) -> Result<(), InboundError> {
