@@ -22,8 +22,8 @@ pub struct RolloutFacts {
     pub durable: BTreeSet<NodeIx>,
     /// On these disks, not synced yet.
     pub written: BTreeSet<NodeIx>,
-    /// Durable copies that were lost with their disk, or rotted.
-    pub destroyed: u32,
+    /// Nodes that had it durably until their disk was lost, or rotted there.
+    pub destroyed: BTreeSet<NodeIx>,
     /// Consumed by this version, first seen.
     pub consumed_by: Option<PolicyVersion>,
 }
@@ -116,7 +116,7 @@ impl Oracle {
                     self.applied.retain(|(n, _), _| n != node);
                     for facts in self.rollouts.values_mut() {
                         if facts.durable.remove(node) {
-                            facts.destroyed += 1;
+                            facts.destroyed.insert(*node);
                         }
                     }
                 }
@@ -158,7 +158,7 @@ impl Oracle {
                 let facts = self.rollouts.entry(*rollout).or_default();
                 facts.written.remove(node);
                 if facts.durable.remove(node) {
-                    facts.destroyed += 1;
+                    facts.destroyed.insert(*node);
                 }
             }
             Event::Granted { .. } => self.counts.episodes += 1,

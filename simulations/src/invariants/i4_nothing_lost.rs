@@ -14,14 +14,15 @@ pub(super) struct NothingLost {
 impl NothingLost {
     fn check(&self, id: RolloutId, facts: &RolloutFacts) -> Result<(), Conflict> {
         let safe = facts.acknowledged.is_none() || facts.consumed_by.is_some() || !facts.durable.is_empty();
-        if safe || facts.destroyed >= self.replication {
+        let destroyed = u32::try_from(facts.destroyed.len()).unwrap_or(u32::MAX);
+        if safe || destroyed >= self.replication {
             return Ok(());
         }
         Err(format!(
             "rollout {} was acknowledged at {:?} and lies on no disk; {} of the disks that held it were lost",
             id.short(),
             facts.acknowledged.unwrap_or_default(),
-            facts.destroyed
+            destroyed
         ))
     }
 }
@@ -34,7 +35,8 @@ impl Invariant for NothingLost {
         match event {
             Event::Acknowledged { node, rollout, holders, promised } => {
                 let facts = oracle.rollouts.get(rollout).cloned().unwrap_or_default();
-                if let Some(h) = holders.iter().find(|h| !facts.durable.contains(h)) {
+                // A disk may be lost between its node's answer and the client's.
+                if let Some(h) = holders.iter().find(|h| !facts.durable.contains(h) && !facts.destroyed.contains(h)) {
                     return Err(format!(
                         "client {} was told that rollout {} lies durably on node {}, and it does not",
                         node.0,

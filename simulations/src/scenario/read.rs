@@ -182,8 +182,9 @@ impl Reader<'_> {
         let rest = &self.text[at.min(self.text.len())..];
         let own = rest
             .lines()
-            .take_while(|l| !l.trim_start().starts_with("[["))
-            .position(|l| l.trim_start().strip_prefix(key).is_some_and(|r| r.trim_start().starts_with('=')));
+            .enumerate()
+            .take_while(|(i, l)| *i == 0 || !l.trim_start().starts_with("[["))
+            .position(|(_, l)| l.trim_start().strip_prefix(key).is_some_and(|r| r.trim_start().starts_with('=')));
         Err(Problem { line: line_of(self.text, at) + own.unwrap_or(0), key: key.to_owned(), what: what.into() })
     }
 
