@@ -16,7 +16,7 @@
 //! | [`steps`] | committed steps, for audits | model, version |
 //! | [`raft_log`] | log and metadata of a Raft group | model, index |
 //! | [`mod@audit`] | nothing; compares the stores of many nodes | |
-//! | [`fsck`] | nothing; reads all of one store and mends it | |
+//! | [`mod@fsck`] | nothing; reads all of one store and mends it | |
 //! | [`delta`] | nothing; new weights from old ones | |
 //!
 //! All functions block: call them from a blocking thread. None keeps state of its own, so a store may be

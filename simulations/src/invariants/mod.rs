@@ -22,7 +22,7 @@ use std::time::Duration;
 /// What a checker found: the states that conflict.
 pub type Conflict = String;
 
-/// A property of runs. I12 (same seed, same trace) is a property of pairs of runs: see [`crate::run::replays`].
+/// A property of runs. I12 (same seed, same trace) is a property of pairs of runs: see `run::replays`.
 pub trait Invariant: Send {
     /// Number and words.
     fn name(&self) -> &'static str;

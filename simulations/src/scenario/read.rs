@@ -100,7 +100,7 @@ struct RawLink {
     bandwidth_kib_s: Option<u64>,
 }
 
-/// Every key that some kind of fault has; which ones a kind takes is checked by [`RawFault::check_keys`].
+/// Every key that some kind of fault has; which ones a kind takes is checked by [`Reader::check_keys`].
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawFault {
