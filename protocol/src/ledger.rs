@@ -667,12 +667,7 @@ impl Ledger {
             let rewards: Vec<f32> = group.rollouts.values().map(|r| r.rollout.reward).collect();
             let advantages = group_advantages(self.job.spec.trainer.advantage, &rewards);
             counted += usize::from(advantages.is_some() || self.job.spec.collection == CollectionRule::Groups);
-            picked.push(RolloutGroup {
-                id: *id,
-                task: group.task.clone(),
-                rollouts: group.rollouts.values().cloned().collect(),
-                advantages,
-            });
+            picked.push((*id, advantages));
         }
         // Groups without a gradient fill the quota but not the batch: once they take all of it, go on with what
         // there is, or a model that always (or never) succeeds would wait for ever. A group that lacks an episode
@@ -682,8 +677,15 @@ impl Ledger {
         if counted < target && !(quota_spent && all_whole && self.leases.is_empty() && !picked.is_empty()) {
             return None;
         }
-        self.training = picked.iter().map(|g| g.id).collect();
-        Some(TrainingBatch { version: self.version, groups: picked, groups_opened: self.groups_opened.clone() })
+        self.training = picked.iter().map(|(id, _)| *id).collect();
+        // Copied only now: this is asked after every rollout that comes, and mostly answered with no.
+        let copy = |(id, advantages)| {
+            let group = self.groups.get(&id)?;
+            let rollouts = group.rollouts.values().cloned().collect();
+            Some(RolloutGroup { id, task: group.task.clone(), rollouts, advantages })
+        };
+        let groups = picked.into_iter().filter_map(copy).collect();
+        Some(TrainingBatch { version: self.version, groups, groups_opened: self.groups_opened.clone() })
     }
 
     fn drop_stale_groups(&mut self) {
