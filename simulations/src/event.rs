@@ -129,8 +129,8 @@ pub enum Event {
         rollout: RolloutId,
         /// Of which model.
         model: ModelName,
-        /// The oldest version that sampled a token that trains.
-        oldest: PolicyVersion,
+        /// The oldest version that sampled a token that trains; `None` if none of its tokens does.
+        oldest: Option<PolicyVersion>,
         /// It was forged: no honest node may train on it.
         forged: bool,
     },
@@ -218,9 +218,9 @@ impl Event {
     }
 }
 
-/// The oldest version that sampled a token of `rollout` that trains; version 0 if none does.
+/// The oldest version that sampled a token of `rollout` that trains.
 #[must_use]
-pub fn oldest_version(rollout: &Rollout) -> PolicyVersion {
+pub fn oldest_version(rollout: &Rollout) -> Option<PolicyVersion> {
     let sampled = rollout.timelines.iter().flat_map(|t| t.loss_mask.iter().zip(&t.policy_versions));
-    sampled.filter(|(trains, _)| **trains).map(|(_, v)| *v).min().unwrap_or_default()
+    sampled.filter(|(trains, _)| **trains).map(|(_, v)| *v).min()
 }

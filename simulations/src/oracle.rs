@@ -10,9 +10,9 @@ use std::time::Duration;
 /// A rollout's way so far.
 #[derive(Clone, Debug, Default)]
 pub struct RolloutFacts {
-    /// Sealed by a client, with its oldest version.
+    /// The oldest version that sampled what trains of it.
     pub oldest: Option<PolicyVersion>,
-    /// Of this model.
+    /// Of this model; `None` until a client seals it.
     pub model: Option<ModelName>,
     /// It must never be trained on.
     pub forged: bool,
@@ -164,7 +164,7 @@ impl Oracle {
             Event::Granted { .. } => self.counts.episodes += 1,
             Event::Sealed { rollout, model, oldest, forged, .. } => {
                 let facts = self.rollouts.entry(*rollout).or_default();
-                facts.oldest = Some(*oldest);
+                facts.oldest = *oldest;
                 facts.model = Some(model.clone());
                 facts.forged = *forged;
             }

@@ -18,8 +18,7 @@ impl Invariant for FreshAndVerified {
         let Event::Applied { model, version, consumed, .. } = event else { return Ok(()) };
         let trained = version.0.saturating_sub(1);
         for id in consumed {
-            let facts = oracle.rollouts.get(id);
-            let Some((facts, oldest)) = facts.and_then(|f| Some((f, f.oldest?))) else {
+            let Some(facts) = oracle.rollouts.get(id).filter(|f| f.model.is_some()) else {
                 return Err(format!("{model} version {version} consumed {}, which nobody sealed", id.short()));
             };
             if facts.forged {
@@ -28,7 +27,9 @@ impl Invariant for FreshAndVerified {
             if facts.model.as_ref() != Some(model) {
                 return Err(format!("{model} version {version} consumed {} of {:?}", id.short(), facts.model));
             }
-            if trained.saturating_sub(oldest.0) > self.staleness_max {
+            if let Some(oldest) = facts.oldest
+                && trained.saturating_sub(oldest.0) > self.staleness_max
+            {
                 return Err(format!(
                     "{model}: version {trained} was trained on {} of version {oldest}, at most {} versions apart are allowed",
                     id.short(),

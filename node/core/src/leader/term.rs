@@ -304,7 +304,7 @@ impl<'a> JobRun<'a> {
             manifests.push(m.clone());
             optimizer_state = Some(m);
         }
-        let holders = self.place(manifests, weights_delta.clone()).await;
+        let holders = self.place(manifests, weights_delta.clone()).await?;
         let version = t.batch.version.next();
         let consumed = t.batch.consumed();
         let mut metrics = metrics_of(&t.batch, &stepped.report);
@@ -332,7 +332,10 @@ impl<'a> JobRun<'a> {
     }
 
     /// A second holder, the best reachable one; waits, and says so, while a live voter exists but none takes it.
-    async fn place(&self, manifests: Vec<Manifest>, delta: Option<DeltaManifest>) -> Vec<NodeId> {
+    ///
+    /// # Errors
+    /// When the weights are no longer here: nothing names them yet, so a wait that is long enough lets them be collected.
+    async fn place(&self, manifests: Vec<Manifest>, delta: Option<DeltaManifest>) -> Result<Vec<NodeId>, String> {
         let context = &self.desk.context;
         let local = context.transport.local();
         let key = manifests[0].hash;
@@ -341,11 +344,11 @@ impl<'a> JobRun<'a> {
             let order = starling_protocol::placement::holders(key, others, usize::MAX);
             if order.is_empty() {
                 // Alone: the group has one voter, or the quorum is lost and the proposal will not pass.
-                return vec![local];
+                return Ok(vec![local]);
             }
             for peer in order {
                 match context.blobs.place(peer, manifests.clone(), delta.clone()).await {
-                    Ok(()) => return vec![local, peer],
+                    Ok(()) => return Ok(vec![local, peer]),
                     Err(why) => {
                         self.desk.doing(format!("placing new weights: {} does not take them: {why}", peer.short()));
                         tracing::warn!(peer = %peer.short(), %why, "a holder did not take the new weights");
@@ -353,6 +356,10 @@ impl<'a> JobRun<'a> {
                 }
             }
             tokio::time::sleep(RETRY).await;
+            for manifest in &manifests {
+                let here = context.blobs.hold(manifest, &[]).await;
+                here.map_err(|e| format!("the step is lost with its weights, which waited too long: {e}"))?;
+            }
         }
     }
 
