@@ -22,7 +22,7 @@ pub const GOSSIP_LEN_BYTES_MAX: usize = 16 << 10;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum Service {
-    /// SWIM packets (foca); the answer is empty.
+    /// Membership: probes, joins and comparisons of tables; see `docs/consensus.md`.
     Swim = 0,
     /// Raft messages of one model's group.
     Raft = 1,
