@@ -36,6 +36,9 @@ use tokio_util::sync::CancellationToken;
 
 /// Slow beat of announcements; changes are announced at once.
 const ANNOUNCE_BEAT: Duration = Duration::from_secs(2);
+/// What members that come and go have this node announce waits so long for more of them: in a crowd that joins each
+/// node would else publish at each newcomer, n² messages to n nodes.
+const CROWD_PAUSE: Duration = Duration::from_millis(250);
 /// Most voters of a group.
 const VOTERS_MAX: usize = 5;
 
@@ -372,14 +375,13 @@ impl NodeCore {
         let mut members = self.membership.watch();
         loop {
             self.publish_record();
-            self.publish_models();
             self.models.ask_if_quiet();
             tokio::select! {
                 biased;
                 () = self.shutdown.cancelled() => return,
-                _ = beat.tick() => {}
+                _ = beat.tick() => self.publish_models(),
                 r = hosted.changed() => if r.is_err() { return },
-                r = members.changed() => if r.is_err() { return },
+                r = crowd_changed(&mut members) => if r.is_err() { return },
             }
         }
     }
@@ -577,6 +579,13 @@ impl NodeCore {
     pub async fn ask_leader(&self, model: &ModelName, call: &LeaderCall) -> Result<LeaderReply, LeaderError> {
         self.models.ask_leader(model, call).await
     }
+}
+
+/// Returns some time after a member came or went.
+async fn crowd_changed(members: &mut watch::Receiver<u64>) -> Result<(), watch::Closed> {
+    members.changed().await?;
+    tokio::time::sleep(CROWD_PAUSE).await;
+    Ok(())
 }
 
 /// The [`Inbound`] of a core: the transport calls it.

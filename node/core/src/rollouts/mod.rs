@@ -183,10 +183,8 @@ impl Rollouts {
     /// asked.
     fn put_order(&self, id: RolloutId) -> Vec<NodeId> {
         let mut by_intake: BTreeMap<Intake, Vec<NodeId>> = BTreeMap::new();
-        for r in
-            self.membership.live_records().into_iter().filter(starling_protocol::record::NodeRecord::holds_rollouts)
-        {
-            by_intake.entry(r.intake).or_default().push(r.node);
+        for (node, intake) in self.membership.of_holders(|r| Some((r.node, r.intake))) {
+            by_intake.entry(intake).or_default().push(node);
         }
         let ordered =
             |intake| placement::holders(id, by_intake.get(&intake).into_iter().flatten().copied(), usize::MAX);
