@@ -6,7 +6,7 @@ use crate::network::Network;
 use crate::node::{Role, TestNode};
 use crate::seed::Seed;
 use crate::wait::until;
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use serde_json::Value;
 use std::ops::Index;
 use std::path::Path;
@@ -25,6 +25,8 @@ pub struct TestMesh {
     seed: Option<Seed>,
     nodes: Vec<TestNode>,
     ticket: Option<String>,
+    /// What every node gets besides its role.
+    arguments: Vec<String>,
     /// After the nodes: their processes end first.
     network: Option<Network>,
     passed: bool,
@@ -43,14 +45,30 @@ impl TestMesh {
     /// # Errors
     /// When it cannot be made.
     pub fn new(name: &str) -> anyhow::Result<Self> {
-        let root = tempfile::Builder::new().prefix(&format!("starling-{name}-")).tempdir()?;
-        Ok(Self { root: Some(root), seed: None, nodes: Vec::new(), ticket: None, network: None, passed: false })
+        Self::new_in(&std::env::temp_dir(), name)
+    }
+
+    /// An empty folder inside `parent`.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn new_in(parent: &Path, name: &str) -> anyhow::Result<Self> {
+        let root = tempfile::Builder::new().prefix(&format!("starling-{name}-")).tempdir_in(parent)?;
+        let (nodes, arguments) = (Vec::new(), Vec::new());
+        Ok(Self { root: Some(root), seed: None, nodes, ticket: None, arguments, network: None, passed: false })
     }
 
     /// The seed that a failure must show.
     #[must_use]
     pub fn seeded(mut self, seed: Seed) -> Self {
         self.seed = Some(seed);
+        self
+    }
+
+    /// Every node is started with `arguments` besides.
+    #[must_use]
+    pub fn with_arguments(mut self, arguments: &[&str]) -> Self {
+        self.arguments = arguments.iter().map(|a| (*a).to_owned()).collect();
         self
     }
 
@@ -96,7 +114,7 @@ impl TestMesh {
     /// When it is not up in time.
     pub async fn add_with_ticket(&mut self, name: &str, role: Role, ticket: Option<String>) -> anyhow::Result<usize> {
         let space = self.network.as_ref().map(|n| n.space(self.nodes.len()).clone());
-        let node = TestNode::new(self.root(), name, role, ticket, space)?;
+        let node = TestNode::new(self.root(), name, role, ticket, self.arguments.clone(), space)?;
         self.nodes.push(node);
         let i = self.nodes.len() - 1;
         self.start(i).await?;
@@ -123,6 +141,25 @@ impl TestMesh {
         self.nodes[i].kill()
     }
 
+    /// SIGTERM to node `i`; returns when it is gone.
+    ///
+    /// # Errors
+    /// When it had to be killed, or ended with a failure.
+    pub async fn stop(&mut self, i: usize) -> anyhow::Result<()> {
+        self.nodes[i].terminate();
+        self.nodes[i].ended().await
+    }
+
+    /// What happens when node `i` leaves for good: its folder, identity and store included, is deleted. When it starts
+    /// again, somebody new begins at its place.
+    ///
+    /// # Errors
+    /// When it runs, or the folder cannot be deleted.
+    pub fn erase(&self, i: usize) -> anyhow::Result<()> {
+        ensure!(!self[i].is_up(), "{} runs", self[i].name());
+        std::fs::remove_dir_all(self[i].data()).with_context(|| self[i].data().display().to_string())
+    }
+
     /// SIGTERM to all nodes; returns when they are gone.
     ///
     /// # Errors
@@ -144,6 +181,18 @@ impl TestMesh {
             Some(what) => bail!(what),
             None => Ok(()),
         }
+    }
+
+    /// Nodes that ended although nobody asked them to, each told once.
+    pub fn unexpected_exits(&mut self) -> Vec<(usize, String)> {
+        let mut found = Vec::new();
+        for (i, node) in self.nodes.iter_mut().enumerate() {
+            if let Some(what) = node.unexpected_exit() {
+                node.destroy();
+                found.push((i, what));
+            }
+        }
+        found
     }
 
     /// Waits until every running node sees every other one, with its record.
@@ -230,7 +279,7 @@ impl TestMesh {
     /// When a store cannot be read or its own versions are out of order.
     pub fn read_stores(&self) -> anyhow::Result<StoresReport> {
         let stores: Vec<_> = self.nodes.iter().map(|n| n.data().join("store")).collect();
-        StoresReport::read(&stores, &crate::MODEL.parse().context("the model's name")?)
+        StoresReport::read(&stores, &[])
     }
 
     /// Processes that belong to this mesh: nodes by their arguments, agents by their environment.
