@@ -10,7 +10,7 @@ use anyhow::{Context, bail, ensure};
 use serde_json::Value;
 use std::ops::Index;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// All nodes must know each other within this time.
@@ -238,6 +238,73 @@ impl TestMesh {
         views
     }
 
+    /// The version that server `i` has.
+    ///
+    /// # Errors
+    /// When it does not answer, or knows of no version.
+    pub async fn version_of(&self, i: usize) -> anyhow::Result<u64> {
+        let view = self[i].admin(&format!("/models/{}", crate::MODEL)).await?;
+        view["version"].as_u64().context("a version")
+    }
+
+    /// Waits until node `i` knows all running ones and, as a server, has caught up with `version`.
+    ///
+    /// # Errors
+    /// When `limit` is over; says what it does.
+    pub async fn caught_up(&self, i: usize, version: u64, limit: Duration) -> anyhow::Result<()> {
+        let node = &self[i];
+        let up = self.nodes.iter().filter(|n| n.is_up()).count();
+        until(&format!("{} is back in the mesh", node.name()), limit, async || {
+            let status = node.admin("/status").await.map_err(|e| format!("{e:#}"))?;
+            let members = status["members"].as_array().map_or(0, Vec::len);
+            let has = status["models"][0]["version"].as_u64();
+            if members == up && (!node.is_server() || has >= Some(version)) {
+                Ok(())
+            } else {
+                Err(format!("{members} of {up} members, version {has:?} of {version}; {}", status["doing"]))
+            }
+        })
+        .await
+    }
+
+    /// [`Self::caught_up`] for all running nodes.
+    ///
+    /// # Errors
+    /// When `limit` is over for one of them; says what it does.
+    pub async fn whole(&self, version: u64, limit: Duration) -> anyhow::Result<()> {
+        let begun = Instant::now();
+        for i in (0..self.nodes.len()).filter(|i| self[*i].is_up()) {
+            self.caught_up(i, version, limit.saturating_sub(begun.elapsed())).await?;
+        }
+        Ok(())
+    }
+
+    /// Stops `job` and waits until all running servers have its end and the same version, which is returned: nothing is
+    /// committed after it.
+    ///
+    /// # Errors
+    /// When they do not agree within `limit`; says what they have.
+    pub async fn settle(&self, job: &str, limit: Duration) -> anyhow::Result<u64> {
+        until("the job is stopped", limit, async || {
+            let output = self[0].cli(&["job", "stop", job]).await.map_err(|e| format!("{e:#}"))?;
+            if output.code == Some(0) { Ok(()) } else { Err(output.stderr) }
+        })
+        .await?;
+        let servers = self.nodes.iter().filter(|n| n.is_server() && n.is_up()).count();
+        until("all servers have the same version and the job's end", limit, async || {
+            let views = self.model_views().await;
+            let facts = |v: &Value| (v["version"].clone(), v["jobs"][0]["end"].clone());
+            let same = views.iter().all(|(_, v)| facts(v) == facts(&views[0].1) && !v["jobs"][0]["end"].is_null());
+            if views.len() == servers && same {
+                Ok(())
+            } else {
+                Err(format!("{:?}", views.iter().map(|(i, v)| (i, facts(v))).collect::<Vec<_>>()))
+            }
+        })
+        .await?;
+        Ok(self.version().await)
+    }
+
     /// The newest version that any running server has.
     pub async fn version(&self) -> u64 {
         self.model_views().await.iter().filter_map(|(_, v)| v["version"].as_u64()).max().unwrap_or(0)
@@ -300,6 +367,14 @@ impl TestMesh {
             }
         }
         found
+    }
+
+    /// The processes end, and the folder stays.
+    pub fn keep(mut self) {
+        if let Some(root) = self.root.take() {
+            let _ = root.keep();
+        }
+        self.passed = true;
     }
 
     /// The test has passed: the folder may go.

@@ -2,7 +2,7 @@
 
 use anyhow::Context;
 use serde_json::{Map, Value};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -12,6 +12,7 @@ use std::time::Instant;
 pub(crate) struct Log {
     started: Instant,
     folder: PathBuf,
+    violations: Cell<usize>,
     events: RefCell<File>,
     statuses: RefCell<File>,
     acknowledged: RefCell<File>,
@@ -28,6 +29,7 @@ impl Log {
         let log = Self {
             started: Instant::now(),
             folder: folder.to_owned(),
+            violations: Cell::new(0),
             events: open("events.jsonl")?,
             statuses: open("status.jsonl")?,
             acknowledged: open("acknowledged.jsonl")?,
@@ -51,6 +53,14 @@ impl Log {
         let line = self.line("event", Value::from(what), facts);
         eprintln!("{:8.1} s  {what} {facts}", self.now());
         write(&self.events, &line);
+        if what == "violation" {
+            self.violations.set(self.violations.get() + 1);
+        }
+    }
+
+    /// Events of that name so far.
+    pub(crate) fn violations(&self) -> usize {
+        self.violations.get()
     }
 
     pub(crate) fn status(&self, node: &str, facts: &Value) {

@@ -2,6 +2,7 @@
 //! links cut, and everything that can be seen of it is written down. See docs/testing.md.
 
 mod chart;
+mod faults;
 mod ledger;
 mod log;
 mod read;
@@ -16,6 +17,7 @@ mod watch;
 use clap::Parser;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 /// A month: statuses of longer runs would fill the disk, and their reading the memory.
 const HOURS_MAX: f64 = 720.0;
@@ -26,6 +28,9 @@ struct Args {
     /// How long faults go on, in hours
     #[arg(long, default_value_t = 2.0)]
     hours: f64,
+    /// Seconds between two faults, on average
+    #[arg(long, default_value_t = 25.0, value_name = "SECONDS")]
+    calm: f64,
     /// What is drawn follows from it; the moments at which the machine does it do not
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -47,10 +52,13 @@ fn main() -> anyhow::Result<ExitCode> {
         "--hours: expected a number above 0, at most {HOURS_MAX}, got {}",
         args.hours
     );
+    anyhow::ensure!((0.0..=3600.0).contains(&args.calm), "--calm: expected 0 to 3600 seconds, got {}", args.calm);
     // Nodes die with the thread that started them, so all of it is on this one.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let calm = Duration::from_secs_f64(args.calm);
+    let plan = run::Plan { hours: args.hours, calm, seed: args.seed, folder: args.log.clone() };
     let local = tokio::task::LocalSet::new();
-    local.block_on(&runtime, run::run(&run::Plan { hours: args.hours, seed: args.seed, folder: args.log.clone() }))?;
+    local.block_on(&runtime, run::run(&plan))?;
     Ok(exit_code(report::write(&args.log)?))
 }
 

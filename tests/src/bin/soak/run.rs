@@ -1,27 +1,19 @@
 //! The run: a mesh, watchers beside it, and one fault after another.
 
+use crate::faults::{self, Fault, NODES, SERVERS, Scene, VOLUNTEERS, WITNESS};
 use crate::ledger::{self, Ledger};
 use crate::log::Log;
 use crate::snapshot;
 use crate::watch::{self, Board, Shown};
 use anyhow::{Context, ensure};
-use rand::RngExt;
-use rand::seq::IndexedRandom;
+use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
-use starling_tests::{Job, Network, Role, Seed, StoresReport, TestMesh, agent_binary, until};
+use starling_tests::{Job, Network, Role, Seed, StoresReport, TestMesh, agent_binary, starling_in};
 use std::cell::RefCell;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
-
-const SERVERS: [usize; 3] = [0, 1, 2];
-const WITNESS: usize = 3;
-
-const VOLUNTEERS: [usize; 2] = [6, 7];
-const NODES: usize = 8;
-/// Cut and paused, but never killed and never stopped: their memory and open files are what leaks are looked for in.
-const LONG_LIVED: [usize; 3] = [0, WITNESS, 4];
 
 /// Episodes at once of a client.
 const SLOTS: usize = 3;
@@ -43,64 +35,23 @@ const STEP_LIMIT: Duration = Duration::from_secs(180);
 const WHOLE_LIMIT: Duration = Duration::from_secs(240);
 /// What was on its way when a cut came may still arrive.
 const IN_FLIGHT: Duration = Duration::from_secs(3);
+/// What lost a copy has a second one again after this time: 30 s of grace for the node that had it, and a sweep.
+const REPAIR_TIME: Duration = Duration::from_secs(90);
 /// All stores are audited so often.
 const SNAPSHOT_EVERY: Duration = Duration::from_secs(15 * 60);
 
 /// What is asked for.
 pub(crate) struct Plan {
     pub(crate) hours: f64,
+    /// Between two faults, on average.
+    pub(crate) calm: Duration,
     pub(crate) seed: u64,
     pub(crate) folder: PathBuf,
 }
 
-/// A fault. Node numbers are places in the mesh.
-#[derive(Debug)]
-enum Fault {
-    Kill {
-        nodes: Vec<usize>,
-        away: Duration,
-    },
-    Stop {
-        node: usize,
-        away: Duration,
-    },
-    Pause {
-        node: usize,
-        time: Duration,
-    },
-    /// The groups reach only themselves.
-    Split {
-        groups: Vec<Vec<usize>>,
-        time: Duration,
-    },
-    /// One node only hears, or only speaks.
-    OneWay {
-        node: usize,
-        speaks: bool,
-        time: Duration,
-    },
-    /// A cable pulled and put back, several times.
-    Flap {
-        node: usize,
-        times: u32,
-        period: Duration,
-    },
-    Loss {
-        percent: u32,
-        time: Duration,
-    },
-    /// A volunteer leaves: drained and stopped, or killed; its folder is deleted.
-    Leave {
-        node: usize,
-        drained: bool,
-    },
-    Join {
-        node: usize,
-    },
-}
-
-pub(crate) struct Soak {
+struct Soak {
     mesh: TestMesh,
+    calm: Duration,
     cuttable: bool,
     rng: ChaCha8Rng,
     log: Rc<Log>,
@@ -118,9 +69,10 @@ pub(crate) async fn run(plan: &Plan) -> anyhow::Result<()> {
     log.event(
         "begin",
         &json!({
-            "seed": plan.seed, "hours": plan.hours, "cuts": why_not.is_none(), "no_cuts_because": why_not,
+            "seed": plan.seed, "hours": plan.hours, "calm_s": plan.calm.as_secs_f64(),
+            "cuts": why_not.is_none(), "no_cuts_because": why_not,
             "unix": std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?.as_secs(),
-            "servers": 3, "witness": 1, "clients": 2, "volunteers": 2, "rollouts_kept": ROLLOUTS_KEPT,
+            "rollouts_kept": ROLLOUTS_KEPT,
             "store_quota": STORE_QUOTA, "job_steps": JOB_STEPS,
         }),
     );
@@ -134,13 +86,11 @@ pub(crate) async fn run(plan: &Plan) -> anyhow::Result<()> {
         mesh = mesh.within(Network::new(u8::try_from(NODES)?)?);
     }
     let ledger = Rc::new(Ledger::default());
-    let player_rng = {
-        use rand::SeedableRng;
-        ChaCha8Rng::seed_from_u64(rng.random())
-    };
+    let player_rng = ChaCha8Rng::seed_from_u64(rng.random());
     let board: Board = Rc::new(RefCell::new(Vec::new()));
     let mut soak = Soak {
         mesh,
+        calm: plan.calm,
         cuttable: why_not.is_none(),
         rng,
         log: log.clone(),
@@ -170,6 +120,11 @@ pub(crate) async fn run(plan: &Plan) -> anyhow::Result<()> {
     if let Err(e) = &done {
         log.event("violation", &json!({ "what": "the end", "why": format!("{e:#}") }));
     }
+    // Gigabytes, which are of use only where something was found; the nodes' logs stay.
+    if log.violations() == 0 {
+        (0..NODES).filter(|i| soak.mesh[*i].data().exists()).try_for_each(|i| soak.mesh.erase(i))?;
+    }
+    soak.mesh.keep();
     log.event("end", &json!({}));
     Ok(())
 }
@@ -203,18 +158,15 @@ async fn submit(server: &Shown, folder: &std::path::Path, number: u64, seed: u64
         groups_per_step: 8,
         group_size: 4,
         lease_ttl_s: 20,
+        // So that the stores, which keep weights and optimizer states for an hour, stay small.
+        optimizer_state_every: 4,
         seed: seed * 1000 + number,
         sets: vec!["sums"],
         ..Job::tiny(&format!("soak-{number}"), JOB_STEPS)
     };
-    let text = format!("optimizer_state_every = 4\n{}", job.toml());
-    let file = folder.join(format!("{}.toml", job.name));
-    std::fs::write(&file, text)?;
+    let file = job.write(folder)?.display().to_string();
     let data = server.data.display().to_string();
-    let file = file.display().to_string();
-    let output =
-        starling_tests::starling_in(server.space.as_ref(), &["--data", &data, "job", "submit", &file, "--json"])
-            .await?;
+    let output = starling_in(server.space.as_ref(), &["--data", &data, "job", "submit", &file, "--json"]).await?;
     Ok(output.json()?["job"].clone())
 }
 
@@ -230,12 +182,11 @@ impl Soak {
         paced = paced.canonicalize()?;
         let role = Role::Client { agent: format!("sh {}", paced.display()), worker: true, slots: SLOTS };
         for i in 0..NODES {
-            let (name, role) = match i {
-                0..=2 => (format!("server-{}", i + 1), Role::Server),
-                WITNESS => ("witness".to_owned(), Role::Witness),
-                4 | 5 => (format!("client-{}", i - 3), role.clone()),
-                6 => ("volunteer-1".to_owned(), role.clone()),
-                _ => ("volunteer-2".to_owned(), Role::Server),
+            let name = faults::name(i);
+            let role = match i {
+                WITNESS => Role::Witness,
+                _ if SERVERS.contains(&i) || i == VOLUNTEERS[1] => Role::Server,
+                _ => role.clone(),
             };
             self.board.borrow_mut().push(Shown { name: name.clone(), ..Shown::default() });
             self.mesh.add(&name, role).await?;
@@ -287,7 +238,7 @@ impl Soak {
         let mut round = 0_u64;
         while Instant::now() < end && !self.log.folder().join("stop").exists() {
             round += 1;
-            let calm = Duration::from_millis(self.rng.random_range(10_000..40_000));
+            let calm = self.calm.mul_f64(self.rng.random_range(0.4..1.6));
             tokio::time::sleep(calm).await;
             self.restart_what_ended().await;
             let fault = self.draw().await;
@@ -312,63 +263,9 @@ impl Soak {
     }
 
     async fn draw(&mut self) -> Fault {
-        let leader = self.mesh.leader().await.unwrap_or(0);
-        let killable: Vec<usize> = (0..NODES).filter(|i| !LONG_LIVED.contains(i) && self.mesh[*i].is_up()).collect();
-        let up: Vec<usize> = (0..NODES).filter(|i| self.mesh[*i].is_up()).collect();
-        let rng = &mut self.rng;
-        let some = |rng: &mut ChaCha8Rng, nodes: &[usize]| nodes.choose(rng).copied().unwrap_or(leader);
-        let seconds =
-            |rng: &mut ChaCha8Rng, from: u64, to: u64| Duration::from_millis(rng.random_range(from * 1000..=to * 1000));
-        let time = seconds(rng, 8, 40);
-        let away = seconds(rng, 0, 20);
-        let kind = rng.random_range(0..100);
-        let kind = if self.cuttable || !(52..90).contains(&kind) { kind } else { kind - 52 };
-        // The leader is hit more often than by chance.
-        let server = if rng.random_bool(0.4) && !LONG_LIVED.contains(&leader) { leader } else { some(rng, &killable) };
-        match kind {
-            0..16 => Fault::Kill { nodes: vec![server], away },
-            16..22 => Fault::Kill { nodes: vec![1, 2], away },
-            22..26 => Fault::Kill { nodes: vec![1, 5], away },
-            26..38 => Fault::Stop { node: server, away },
-            38..45 => Fault::Pause { node: some(rng, &up), time: seconds(rng, 2, 20) },
-            45..52 => {
-                let node = *VOLUNTEERS.choose(rng).unwrap_or(&VOLUNTEERS[0]);
-                match self.joined.contains(&node) {
-                    true => Fault::Leave { node, drained: rng.random_bool(0.6) },
-                    false => Fault::Join { node },
-                }
-            }
-            52..61 => {
-                let others = up.iter().copied().filter(|i| *i != leader).collect();
-                Fault::Split { groups: vec![vec![leader], others], time }
-            }
-            61..68 => Fault::OneWay {
-                node: if rng.random_bool(0.6) { leader } else { some(rng, &up) },
-                speaks: rng.random_bool(0.5),
-                time,
-            },
-            68..76 => {
-                // Everyone on one of two sides.
-                let mut groups = vec![Vec::new(), Vec::new()];
-                up.iter().for_each(|i| groups[rng.random_range(0..2)].push(*i));
-                Fault::Split { groups, time }
-            }
-            76..81 => {
-                let middle = some(rng, &SERVERS);
-                let mut groups = vec![vec![middle], vec![middle]];
-                up.iter().filter(|i| **i != middle).for_each(|i| groups[rng.random_range(0..2)].push(*i));
-                Fault::Split { groups, time }
-            }
-            81..86 => Fault::Flap { node: some(rng, &up), times: rng.random_range(3..=8), period: seconds(rng, 1, 5) },
-            86..90 => Fault::Loss { percent: rng.random_range(5..=25), time },
-            _ => {
-                let node = *VOLUNTEERS.choose(rng).unwrap_or(&VOLUNTEERS[0]);
-                match self.joined.contains(&node) {
-                    true => Fault::Leave { node, drained: rng.random_bool(0.6) },
-                    false => Fault::Join { node },
-                }
-            }
-        }
+        let up = (0..NODES).filter(|i| self.mesh[*i].is_up()).collect();
+        let scene = Scene { cuttable: self.cuttable, leader: self.mesh.leader().await, up };
+        Fault::draw(&mut self.rng, &scene)
     }
 
     /// Makes the fault and takes it away again.
@@ -406,8 +303,8 @@ impl Soak {
                 self.mesh.network()?.separate(&groups)?;
                 let names: Vec<_> = groups.iter().map(|g| self.names(g)).collect();
                 self.log.event("cut", &json!({ "groups": names, "time_s": time.as_secs_f64() }));
-                // A leader alone, cut off both ways, commits nothing.
-                let alone = groups.iter().find(|g| g.len() == 1).map(|g| g[0]).filter(|i| self.mesh[*i].is_server());
+                // A server alone, the leader or not, commits nothing.
+                let alone = fault.alone().filter(|i| self.mesh[*i].is_server());
                 tokio::time::sleep(IN_FLIGHT).await;
                 let before = self.version_of(alone).await;
                 tokio::time::sleep(*time).await;
@@ -416,10 +313,8 @@ impl Soak {
                 if let (Some(i), Some(before), Some(after)) = (alone, before, after) {
                     self.log.event("alone", &json!({ "node": self.name(i), "before": before, "after": after }));
                     if before != after {
-                        self.violation(
-                            "one writer",
-                            &format!("{}, cut off, went from {before} to {after}", self.name(i)),
-                        );
+                        let why = format!("{}, cut off, went from {before} to {after}", self.name(i));
+                        self.violation("one writer", &why);
                     }
                 }
                 Ok(())
@@ -485,36 +380,39 @@ impl Soak {
         Ok(())
     }
 
-    /// A volunteer leaves for good, and what it held is gone. Without a drain its copies are the second ones: so only
-    /// when the others had time to restore what an earlier fault took.
+    /// A volunteer leaves for good, and what it held is gone. Undrained it may hold the only copy of what it acknowledged
+    /// while it was cut off from everybody, so the others get the time to restore the second one first.
     async fn leave(&mut self, i: usize, drained: bool) -> anyhow::Result<()> {
-        let mut drain = None;
+        let mut safe = false;
         if drained {
             let output = self.mesh[i].cli(&["node", "drain"]).await;
-            let done = output.as_ref().is_ok_and(|o| o.code == Some(0));
-            drain = Some(match output {
-                Ok(o) => json!({ "code": o.code, "stderr": o.stderr }),
-                Err(e) => json!({ "trouble": format!("{e:#}") }),
-            });
-            if !done {
-                tokio::time::sleep(Duration::from_secs(90)).await;
+            safe = output.as_ref().is_ok_and(|o| o.code == Some(0));
+            let told = match output {
+                Ok(o) => json!({ "node": self.name(i), "code": o.code, "stderr": o.stderr }),
+                Err(e) => json!({ "node": self.name(i), "trouble": format!("{e:#}") }),
+            };
+            self.log.event("drain", &told);
+            if !safe {
+                self.violation("a drain", &told.to_string());
             }
+        }
+        if !safe {
+            tokio::time::sleep(REPAIR_TIME).await;
+        }
+        if drained {
             self.stop(i).await?;
         } else {
-            // The grace time of 30 s, and a sweep.
-            tokio::time::sleep(Duration::from_secs(90)).await;
             self.hide(i);
             self.mesh.kill(i)?;
         }
         self.mesh.erase(i)?;
         self.joined.retain(|j| *j != i);
-        self.log.event("left", &json!({ "node": self.name(i), "drained": drained, "drain": drain }));
+        self.log.event("left", &json!({ "node": self.name(i), "drained": drained }));
         Ok(())
     }
 
     async fn version_of(&self, i: Option<usize>) -> Option<u64> {
-        let view = self.mesh[i?].admin(&format!("/models/{}", starling_tests::MODEL)).await.ok()?;
-        view["version"].as_u64()
+        self.mesh.version_of(i?).await.ok()
     }
 
     /// Takes away every cut and pause, and starts what should run.
@@ -573,29 +471,10 @@ impl Soak {
     /// Waits until every node that should run knows the others, and the servers have caught up.
     async fn whole(&mut self, round: u64) {
         let begun = Instant::now();
-        let up: Vec<usize> = (0..NODES).filter(|i| self.mesh[*i].is_up()).collect();
-        let target = self.mesh.version().await;
-        let done = until("the mesh is whole", WHOLE_LIMIT, async || {
-            for i in &up {
-                let status = self.mesh[*i].admin("/status").await.map_err(|e| format!("{e:#}"))?;
-                let members = status["members"].as_array().map_or(0, Vec::len);
-                let version = status["models"][0]["version"].as_u64().unwrap_or(0);
-                let behind = self.mesh[*i].is_server() && version < target;
-                if members != up.len() || behind {
-                    tokio::time::sleep(Duration::from_secs(1)).await;
-                    return Err(format!(
-                        "{}: {members} of {} members, version {version} of {target}; {}",
-                        self.name(*i),
-                        up.len(),
-                        status["doing"]
-                    ));
-                }
+        match self.mesh.whole(self.mesh.version().await, WHOLE_LIMIT).await {
+            Ok(()) => {
+                self.log.event("whole", &json!({ "round": round, "after_s": begun.elapsed().as_secs_f64() }));
             }
-            Ok(())
-        })
-        .await;
-        match done {
-            Ok(()) => self.log.event("whole", &json!({ "round": round, "after_s": begun.elapsed().as_secs_f64() })),
             Err(e) => self.violation(&format!("the mesh is whole after round {round}"), &format!("{e:#}")),
         }
     }

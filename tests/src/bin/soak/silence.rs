@@ -196,6 +196,7 @@ fn without_numbers(reason: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::read::Agents;
 
     fn status(t: f64, node: &str, version: u64, doing: &[&str]) -> Status {
         Status {
@@ -210,6 +211,11 @@ mod tests {
         }
     }
 
+    /// A step every 5 s.
+    fn steps_until(t: f64) -> u64 {
+        (0..40).filter(|i| f64::from(*i) * 5.0 <= t).count() as u64
+    }
+
     /// A leader that steps every 10 s for 100 s, then `then`, every 5 s, up to 200 s.
     fn run(then: impl Fn(f64) -> Status) -> Run {
         let busy = (0..20_u32).map(|i| status(f64::from(i) * 5.0, "server-1", u64::from(i / 2), &["training"]));
@@ -219,11 +225,7 @@ mod tests {
 
     #[test]
     fn progress_needs_no_reason() {
-        let run = run(|t| {
-            // Steps go on, one each 5 s, and nothing is said.
-            let version = (0..40).filter(|i| f64::from(*i) * 5.0 <= t).count() as u64;
-            status(t, "server-1", version, &[])
-        });
+        let run = run(|t| status(t, "server-1", steps_until(t), &[]));
         assert_eq!(look(&run).silences, []);
     }
 
@@ -250,7 +252,7 @@ mod tests {
     #[test]
     fn agents_that_end_nothing_are_found() {
         let agents = |ended| Some(Agents { ended });
-        let mut run = run(|t| status(t, "server-1", (t / 5.0) as u64, &["training"]));
+        let mut run = run(|t| status(t, "server-1", steps_until(t), &["training"]));
         run.statuses.extend((0..40_u32).map(|i| Status {
             agents: agents(7),
             ..status(f64::from(i) * 5.0, "client-1", 0, &["agents run 3 episodes"])
@@ -266,6 +268,4 @@ mod tests {
             look(&run(|t| Status { unanswered: Some("timeout".into()), ..status(t, "server-1", 9, &[]) })).silences;
         assert!(silences.iter().any(|s| s.who.contains("does not answer")), "{silences:?}");
     }
-
-    use crate::read::Agents;
 }

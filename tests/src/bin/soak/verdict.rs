@@ -108,7 +108,13 @@ impl Verdict {
                 slope(l.files_per_h)
             );
         }
-        let _ = writeln!(text, "\n{}", if self.held() { "every promise held" } else { "BROKEN" });
+        let judged = self.checks.iter().all(|c| c.outcome != Outcome::NotJudged);
+        let end = match (self.held(), judged) {
+            (true, true) => "every promise held",
+            (true, false) => "what was judged held",
+            (false, _) => "BROKEN",
+        };
+        let _ = writeln!(text, "\n{end}");
         text
     }
 }
@@ -307,4 +313,100 @@ fn figures(run: &Run, waits: &Waits, lives: &[Life], checks: &[Check]) -> Value 
         "checks": checks, "lives": lives, "audit": last, "silences": silences,
         "waits": { "reasons": waits.reasons, "statuses_asked": waits.asked, "statuses": waits.answered },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two hours of one process, whose memory in MiB and open files are these at a time in hours.
+    fn life(rss_mib: impl Fn(f64) -> f64, open_files: impl Fn(f64) -> f64) -> Run {
+        let at = |i: u32| {
+            let hours = f64::from(i) / 360.0;
+            Sample {
+                t: hours * 3600.0,
+                node: "server-1".into(),
+                life: 1,
+                rss_kib: rss_mib(hours) * 1024.0,
+                open_files: open_files(hours),
+                data_bytes: 1e6,
+            }
+        };
+        Run { events: vec![], samples: (0..720).map(at).collect(), statuses: vec![], acknowledged: vec![] }
+    }
+
+    fn outcome(run: &Run, promise: &str) -> Outcome {
+        let verdict = Verdict::of(run);
+        verdict.checks.iter().find(|c| c.promise.starts_with(promise)).unwrap().outcome
+    }
+
+    fn event(text: &str) -> Event {
+        serde_json::from_str(text).unwrap()
+    }
+
+    /// Saw teeth of 60 MiB, a period of 7 minutes.
+    fn teeth(hours: f64) -> f64 {
+        60.0 * (hours * 60.0 / 7.0).fract()
+    }
+
+    #[test]
+    fn caches_that_fill_and_empty_are_no_leak() {
+        let warms_up = |h: f64| 80.0 + 150.0 * (h / 0.3).min(1.0) + teeth(h);
+        assert_eq!(outcome(&life(warms_up, |h| 50.0 + teeth(h) / 6.0), "no leak"), Outcome::Held);
+    }
+
+    #[test]
+    fn a_leak_under_the_saw_teeth_is_found() {
+        let leaks = |h: f64| 200.0 + teeth(h) + 20.0 * h;
+        assert_eq!(outcome(&life(leaks, |_| 50.0), "no leak"), Outcome::Broken);
+    }
+
+    #[test]
+    fn a_leak_of_files_is_found() {
+        assert_eq!(outcome(&life(teeth, |h| (50.0 + 15.0 * h).round()), "no leak"), Outcome::Broken);
+    }
+
+    #[test]
+    fn a_short_life_is_not_judged() {
+        let mut run = life(|h| 1000.0 * h, |_| 50.0);
+        run.samples.truncate(100);
+        assert_eq!(outcome(&run, "no leak"), Outcome::NotJudged);
+    }
+
+    #[test]
+    fn one_bad_audit_is_enough() {
+        let clean = r#"{"t":9,"event":"snapshot","lost":[],"consumed_twice":0,"forked_versions":0,"corrupt":0}"#;
+        let end = clean.replace("snapshot", "audit");
+        let lost = clean.replace("[]", r#"["ab"]"#);
+        let twice = clean.replace(r#""consumed_twice":0"#, r#""consumed_twice":1"#);
+        let without = clean.replace(r#""corrupt":0"#, r#""other":0"#);
+        for (events, expected) in [
+            (vec![clean, &end], Outcome::Held),
+            (vec![clean], Outcome::NotJudged),
+            (vec![&lost, &end], Outcome::Broken),
+            (vec![&twice, &end], Outcome::Broken),
+            (vec![&without, &end], Outcome::Broken),
+        ] {
+            let run = Run { events: events.iter().map(|e| event(e)).collect(), ..life(teeth, |_| 50.0) };
+            assert_eq!(outcome(&run, "nothing lost"), expected, "{events:?}");
+        }
+    }
+
+    #[test]
+    fn a_folder_beyond_its_quota_is_found() {
+        let begin = event(r#"{"t":0,"event":"begin","store_quota":"3GiB","rollouts_kept":"10m"}"#);
+        let mut run = Run { events: vec![begin], ..life(teeth, |_| 50.0) };
+        assert_eq!(outcome(&run, "the disk"), Outcome::Held);
+        run.samples[300].data_bytes = 3.5 * GIB;
+        assert_eq!(outcome(&run, "the disk"), Outcome::Broken);
+    }
+
+    #[test]
+    fn what_the_run_found_wrong_is_told() {
+        let violation = event(r#"{"t":7,"event":"violation","what":"a step","why":"none came"}"#);
+        let run = Run { events: vec![violation], ..life(teeth, |_| 50.0) };
+        let verdict = Verdict::of(&run);
+        assert!(!verdict.held());
+        assert!(verdict.text().contains("none came"), "{}", verdict.text());
+    }
 }
