@@ -35,6 +35,8 @@ pub(crate) struct Sample {
     pub(crate) life: u32,
     /// Resident memory.
     pub(crate) rss_kib: f64,
+    /// The part of it that no file backs: heap and stacks.
+    pub(crate) anon_kib: f64,
     pub(crate) open_files: f64,
     /// The node's folder.
     pub(crate) data_bytes: f64,
@@ -137,6 +139,7 @@ fn sample(line: &str) -> anyhow::Result<Sample> {
         node: fields[1].to_owned(),
         life: fields[2].parse().context("the third field")?,
         rss_kib: number(4)?,
+        anon_kib: number(5)?,
         open_files: number(7)?,
         data_bytes: number(9)?,
     })

@@ -53,10 +53,12 @@ pub(crate) struct Life {
     pub(crate) node: String,
     pub(crate) life: u32,
     pub(crate) length_s: f64,
-    /// After the warm-up.
+    /// The median after the warm-up.
     pub(crate) rss_mib: f64,
     /// By hour; `None` if it was too short.
     pub(crate) rss_mib_per_h: Option<f64>,
+    /// Of heap and stacks alone: pages of files come and go with what others on the machine need.
+    pub(crate) anon_mib_per_h: Option<f64>,
     pub(crate) open_files: f64,
     pub(crate) files_per_h: Option<f64>,
 }
@@ -91,19 +93,20 @@ impl Verdict {
         }
         let _ = writeln!(
             text,
-            "\n{:14} {:>4} {:>8} {:>9} {:>11} {:>6} {:>8}",
-            "process", "life", "minutes", "RSS MiB", "MiB/h", "files", "files/h"
+            "\n{:14} {:>4} {:>8} {:>8} {:>7} {:>10} {:>6} {:>8}",
+            "process", "life", "minutes", "RSS MiB", "MiB/h", "heap MiB/h", "files", "files/h"
         );
         let slope = |s: Option<f64>| s.map_or("-".to_owned(), |s| format!("{s:+.1}"));
         for l in &self.lives {
             let _ = writeln!(
                 text,
-                "{:14} {:>4} {:>8.1} {:>9.0} {:>11} {:>6.0} {:>8}",
+                "{:14} {:>4} {:>8.1} {:>8.0} {:>7} {:>10} {:>6.0} {:>8}",
                 l.node,
                 l.life,
                 l.length_s / 60.0,
                 l.rss_mib,
                 slope(l.rss_mib_per_h),
+                slope(l.anon_mib_per_h),
                 l.open_files,
                 slope(l.files_per_h)
             );
@@ -185,14 +188,17 @@ fn no_leak(lives: &[Life]) -> Check {
         return Check { promise: "no leak", outcome: Outcome::NotJudged, found };
     }
     let leaks = |l: &&&Life| {
-        l.rss_mib_per_h.is_some_and(|s| s > RSS_MIB_PER_H_MAX) || l.files_per_h.is_some_and(|s| s > FILES_PER_H_MAX)
+        [l.rss_mib_per_h, l.anon_mib_per_h].iter().flatten().any(|s| *s > RSS_MIB_PER_H_MAX)
+            || l.files_per_h.is_some_and(|s| s > FILES_PER_H_MAX)
     };
     let bad: Vec<String> = judged.iter().filter(leaks).map(|l| format!("{} (life {})", l.node, l.life)).collect();
     let worst = |f: fn(&Life) -> Option<f64>| judged.iter().filter_map(|l| f(l)).fold(f64::MIN, f64::max);
     let found = format!(
-        "{} lives were long enough; worst {:+.1} MiB/h (at most {RSS_MIB_PER_H_MAX}), {:+.1} open files/h (at most {FILES_PER_H_MAX}){}{}",
+        "{} lives were long enough; worst {:+.1} MiB/h resident, {:+.1} MiB/h heap (at most {RSS_MIB_PER_H_MAX}), \
+         {:+.1} open files/h (at most {FILES_PER_H_MAX}){}{}",
         judged.len(),
         worst(|l| l.rss_mib_per_h),
+        worst(|l| l.anon_mib_per_h),
         worst(|l| l.files_per_h),
         if bad.is_empty() { "" } else { "; growing: " },
         bad.join(", ")
@@ -212,7 +218,8 @@ fn judge(node: &str, life: u32, samples: &[&Sample]) -> Life {
     let long = length_s >= WARM_UP_S + JUDGED_S_MIN;
     let warm: Vec<&&Sample> = samples.iter().filter(|s| !long || s.t >= begun + WARM_UP_S).collect();
     let points = |f: fn(&Sample) -> f64| -> Vec<(f64, f64)> { warm.iter().map(|s| (s.t / 3600.0, f(s))).collect() };
-    let (rss, files) = (points(|s| s.rss_kib / 1024.0), points(|s| s.open_files));
+    let (rss, anon) = (points(|s| s.rss_kib / 1024.0), points(|s| s.anon_kib / 1024.0));
+    let files = points(|s| s.open_files);
     let middle = |points: &[(f64, f64)]| median(&mut points.iter().map(|p| p.1).collect::<Vec<_>>()).unwrap_or(0.0);
     Life {
         node: node.to_owned(),
@@ -220,6 +227,7 @@ fn judge(node: &str, life: u32, samples: &[&Sample]) -> Life {
         length_s,
         rss_mib: middle(&rss),
         rss_mib_per_h: if long { theil_sen(&rss) } else { None },
+        anon_mib_per_h: if long { theil_sen(&anon) } else { None },
         open_files: middle(&files),
         files_per_h: if long { theil_sen(&files) } else { None },
     }
@@ -296,7 +304,7 @@ fn figures(run: &Run, waits: &Waits, lives: &[Life], checks: &[Check]) -> Value 
         .map(|l| {
             json!({
                 "node": l.node, "life": l.life, "length_s": l.length_s, "rss_mib": l.rss_mib,
-                "rss_mib_per_h": l.rss_mib_per_h, "open_files": l.open_files, "files_per_h": l.files_per_h,
+                "rss_mib_per_h": l.rss_mib_per_h, "heap_mib_per_h": l.anon_mib_per_h, "open_files": l.open_files, "files_per_h": l.files_per_h,
             })
         })
         .collect();
@@ -327,7 +335,8 @@ mod tests {
                 t: hours * 3600.0,
                 node: "server-1".into(),
                 life: 1,
-                rss_kib: rss_mib(hours) * 1024.0,
+                rss_kib: (40.0 + rss_mib(hours)) * 1024.0,
+                anon_kib: rss_mib(hours) * 1024.0,
                 open_files: open_files(hours),
                 data_bytes: 1e6,
             }
