@@ -27,7 +27,9 @@ demo: build
 test: build
 	scripts/test.sh
 
+# The peer is a package of its own, so that nothing of it comes into our binaries.
 bench: build
+	$(CARGO) build $(PROFILE) --locked --manifest-path tests/peers/iroh-blobs/Cargo.toml --target-dir $(TARGET)/peers
 	STARLING_LOG=error $(TARGET)/release/starling bench all
 
 fmt:

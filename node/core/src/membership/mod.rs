@@ -28,7 +28,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use serde::de::DeserializeOwned;
 use starling_protocol::codec::{decode, encode};
-use starling_protocol::record::{NodeRecord, Role, SignedRecord};
+use starling_protocol::record::{Intake, NodeRecord, Role, SignedRecord};
 use starling_protocol::signed::{Signer, Verifier};
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, Gossip, Service, Topic};
 use starling_protocol::{NodeId, Timestamp};
@@ -289,10 +289,15 @@ impl Membership {
     pub fn live_holders(&self) -> Vec<NodeId> {
         lock(&self.inner.swim).table.holders_list().to_vec()
     }
+    /// Live nodes that hold rollouts and weights for others, ascending, with what they take; without copying records.
+    #[must_use]
+    pub fn live_intakes(&self) -> Vec<(NodeId, Intake)> {
+        lock(&self.inner.swim).table.live_intakes()
+    }
     /// Live nodes that hold rollouts and weights for others and take more, ascending.
     #[must_use]
     pub fn live_takers(&self) -> Vec<NodeId> {
-        lock(&self.inner.swim).table.live_records().iter().filter(|r| r.takes_rollouts()).map(|r| r.node).collect()
+        self.live_intakes().into_iter().filter(|(_, intake)| *intake == Intake::Open).map(|(node, _)| node).collect()
     }
     /// Live servers, ascending.
     #[must_use]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use hashbrown::HashTable;
 use starling_protocol::NodeId;
-use starling_protocol::record::{NodeRecord, Role, SignedRecord};
+use starling_protocol::record::{Intake, NodeRecord, Role, SignedRecord};
 
 use super::state::Version;
 
@@ -248,6 +248,12 @@ impl Table {
         let mut records: Vec<_> = self.live_known().cloned().collect();
         records.sort_unstable_by_key(|r| r.node);
         records
+    }
+    /// Live nodes that hold rollouts and weights for others, ascending, with what they take.
+    pub(super) fn live_intakes(&self) -> Vec<(NodeId, Intake)> {
+        let mut all: Vec<_> = self.live_known().filter(|r| r.holds_rollouts()).map(|r| (r.node, r.intake)).collect();
+        all.sort_unstable_by_key(|(node, _)| *node);
+        all
     }
     pub(super) fn records(&self) -> impl Iterator<Item = &NodeRecord> {
         self.rows.iter().filter_map(|r| r.known.as_ref().map(|k| &k.record))
