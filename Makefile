@@ -34,7 +34,9 @@ test: build
 soak: build
 	$(TARGET)/release/soak --hours $(HOURS) --seed $(SEED) --log soak/$(shell date +%Y%m%d-%H%M%S)
 
+# The peer is a package of its own, so that nothing of it comes into our binaries.
 bench: build
+	$(CARGO) build $(PROFILE) --locked --manifest-path tests/peers/iroh-blobs/Cargo.toml --target-dir $(TARGET)/peers
 	STARLING_LOG=error $(TARGET)/release/starling bench all
 
 fmt:

@@ -229,7 +229,10 @@ fn core_config(settings: &RunSettings, mesh: &Mesh) -> CoreConfig {
         },
         membership: MembershipConfig::default(),
         maintenance: MaintenanceConfig { rollouts_kept: settings.rollouts_kept, ..MaintenanceConfig::default() },
-        groups: GroupConfig { witness: !settings.roles.contains(&Role::Server), ..GroupConfig::default() },
+        groups: GroupConfig {
+            witness: !settings.roles.contains(&Role::Server),
+            ..GroupConfig::with_times(settings.heartbeat, settings.election_timeout)
+        },
         compute: Arc::new(LocalCompute {
             device: Device::Cpu,
             inference: InferenceOptions {

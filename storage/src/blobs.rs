@@ -23,18 +23,28 @@ pub fn put_blob(store: &dyn Store, bytes: &[u8], durability: Durability) -> Resu
     Ok(hash)
 }
 
-/// Stores blobs whose hashes the caller has just checked, in one write. Unlike [`put_blob`] it does not look whether
-/// they are here already: for chunks that are known to be missing, which must not be read, compared and copied again.
+/// Puts blobs whose hashes the caller has just checked, without the log and without looking whether they are here: for
+/// chunks that are known to be missing. They stay missing until [`settle_blobs`] says that they are here, and may be gone
+/// with the process before.
 ///
 /// # Errors
-/// As [`Store::write`]; then none is stored.
-pub fn put_new_blobs(store: &dyn Store, blobs: Vec<(Hash, Vec<u8>)>, durability: Durability) -> Result<(), StoreError> {
+/// As [`Store::write`].
+pub fn put_unsettled_blobs(store: &dyn Store, blobs: Vec<(Hash, Vec<u8>)>) -> Result<(), StoreError> {
+    store.put_unlogged(Family::Blobs, blobs.into_iter().map(|(hash, bytes)| (hash.0.to_vec(), bytes)).collect())
+}
+
+/// Makes blobs durable that [`put_unsettled_blobs`] took, each with its length in bytes; from now on they are here.
+///
+/// # Errors
+/// As [`Store::write`]; the call may be repeated.
+pub fn settle_blobs(store: &dyn Store, blobs: &[(Hash, u64)]) -> Result<(), StoreError> {
+    // The index last: it must not name what a crash may take away.
+    store.settle(Family::Blobs)?;
     let mut batch = Batch::new();
-    for (hash, bytes) in blobs {
-        batch.put(Family::BlobIndex, hash.0, (bytes.len() as u64).to_be_bytes());
-        batch.put(Family::Blobs, hash.0, bytes);
+    for (hash, len_bytes) in blobs {
+        batch.put(Family::BlobIndex, hash.0, len_bytes.to_be_bytes());
     }
-    store.write(batch, durability)
+    store.write(batch, Durability::Synced)
 }
 
 /// The blob, whose hash was checked just now.

@@ -180,7 +180,12 @@ impl Models {
     pub async fn ask_leader(&self, model: &ModelName, call: &LeaderCall) -> Result<LeaderReply, LeaderError> {
         let known = self.get(model).ok_or_else(|| LeaderError::UnknownModel(model.clone()))?;
         let limit = if matches!(call, LeaderCall::Propose { .. }) { PROPOSE_LIMIT } else { LEADER_LIMIT };
-        let mut order: Vec<NodeId> = known.leader.map(|(n, _)| n).into_iter().chain(known.voters).collect();
+        let order = known.leader.map(|(n, _)| n).into_iter().chain(known.voters);
+        // One without a connection may be gone and not missed yet: it is asked last.
+        let connected = self.transport.connected();
+        let is_near = |n: &NodeId| *n == self.transport.local() || connected.contains(n);
+        let (near, far): (Vec<_>, Vec<_>) = order.partition(is_near);
+        let mut order = [near, far].concat();
         let body = encode(call);
         let mut tried = String::new();
         let mut asked = std::collections::BTreeSet::new();

@@ -16,9 +16,10 @@ pub struct GroupConfig {
     /// How often a leader without entries to send shows that it is there. A message must be answered within three
     /// quarters of it. Default 250 ms.
     pub heartbeat: Duration,
-    /// Shortest election timeout. A node with the better device gets a shorter one. Default 1 s.
+    /// Shortest of the random times after which a node stands that the turns did not make a leader. Default 1 s.
     pub election_timeout_min: Duration,
-    /// Longest election timeout; also how long a leader may act without its quorum. Default 2 s.
+    /// Longest election timeout; also the lease: how long a leader may act without its quorum, and how long after its
+    /// last heartbeat no other is elected. Default 2 s.
     pub election_timeout_max: Duration,
     /// Entries between two snapshots. Default 500.
     pub snapshot_after_entries: u64,
@@ -58,6 +59,18 @@ impl Default for GroupConfig {
 }
 
 impl GroupConfig {
+    /// The defaults with these times: `election_timeout` is the longest, as on all other nodes, and half of it the
+    /// shortest. It must be at least four heartbeats.
+    #[must_use]
+    pub fn with_times(heartbeat: Duration, election_timeout: Duration) -> Self {
+        Self {
+            heartbeat,
+            election_timeout_min: election_timeout / 2,
+            election_timeout_max: election_timeout,
+            ..Self::default()
+        }
+    }
+
     pub(super) fn raft(&self, model: &ModelName) -> openraft::Config {
         let ms = |d: Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
         openraft::Config {

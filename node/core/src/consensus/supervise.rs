@@ -38,15 +38,23 @@ impl Groups {
     pub(super) async fn watch_over(self: Arc<Self>, group: Arc<Group>) {
         let mut metrics = group.raft.metrics();
         let mut leaderless_since = Instant::now();
-        // Often enough that `is_self` falls well before another node can have been elected.
         let tick = self.config.heartbeat.min(self.config.election_timeout_min / 4);
         let (mut nudged, mut turn) = (Instant::now(), 0_usize);
+        // The newest term whose leader was heard, and when this node last asked for votes after it.
+        let mut led = Term(0);
+        let mut stood = Instant::now();
         loop {
+            let now = Instant::now();
+            // `is_self` must fall when the lease ends, because others stand right after.
+            let lease_ends = group.leadership.get().quorum_acked_at.map(|at| at + self.config.election_timeout_max);
+            let stands = self.stands_at(&group, led, stood);
+            let next = lease_ends.into_iter().chain(stands).filter(|at| *at > now).min();
+            let next = next.map_or(tick, |at| tick.min(at - now));
             let alive = tokio::select! {
                 biased;
                 () = group.closed.cancelled() => break,
                 changed = metrics.changed() => changed.is_ok(),
-                () = sleep(tick) => true,
+                () = sleep(next) => true,
             };
             let now = Instant::now();
             self.judge_fitness(&group);
@@ -63,10 +71,16 @@ impl Groups {
             }
             if view.leader.is_some() {
                 leaderless_since = now;
+                led = view.term;
             } else if view.wait.is_none() && now - leaderless_since >= self.config.patience() {
                 view.wait = Some(self.why_no_quorum(&group));
             }
             group.publish(view);
+            if self.stands_at(&group, led, stood).is_some_and(|at| at <= now) {
+                stood = now;
+                tracing::debug!(model = %group.model, term = led.0, "no leader is heard: this node asks for votes");
+                let _stopped = group.raft.trigger().elect(true).await;
+            }
             if now - nudged < self.config.election_timeout_max {
                 continue;
             }
@@ -98,6 +112,31 @@ impl Groups {
                 None => tracing::info!(model = %group.model, "this node stands for election again"),
             }
         }
+    }
+
+    /// When this node asks for votes because it hears no leader, if it does: as soon as the lease of the one of term
+    /// `led` is over, but one member after the other, in the order of their ids, so that they do not split the votes.
+    /// `stood` is when it last asked.
+    ///
+    /// It asks by a pre-vote, which a quorum that still hears a leader refuses, and which binds nobody. openraft's own
+    /// random timeout begins with the end of the lease too and is longer than all turns: it is for what goes wrong here.
+    fn stands_at(&self, group: &Group, led: Term, stood: Instant) -> Option<Instant> {
+        let m = group.metrics();
+        // In a newer term somebody stands already.
+        if m.state != ServerState::Follower || m.current_term != led.0 || lock(&group.unfit).is_some() {
+            return None;
+        }
+        let stands = |n: &NodeId| *n == self.node || self.membership.is_live(*n) && m.current_leader != Some(*n);
+        let voters: Vec<_> = m.membership_config.voter_ids().filter(stands).collect();
+        let turn = u32::try_from(voters.iter().position(|n| *n == self.node)?).ok()?;
+        let turns = u32::try_from(voters.len()).ok()?;
+        // The last heartbeat did not reach all at the same time.
+        let first = (*lock(&group.heard))? + self.config.election_timeout_max + self.config.heartbeat / 4;
+        // Half a heartbeat is enough for a round on links for which the heartbeat was chosen.
+        let pause = self.config.heartbeat / 2;
+        let rounds = (0..).map(|round| first + pause * (turn + round * turns));
+        let over = first + self.config.election_timeout_min;
+        rounds.take_while(|at| *at < over).find(|at| *at > stood)
     }
 
     /// Waits until the disk takes writes again, and starts the group over.

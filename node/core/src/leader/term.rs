@@ -168,13 +168,15 @@ impl<'a> JobRun<'a> {
             collecting_since: Instant::now(),
             heard: Instant::now(),
         };
-        run.adopt_stored().await;
+        // What was acknowledged lies on `replication` holders: the former leader, killed a moment ago and not missed yet,
+        // keeps nobody waiting. What lies on it alone is listed when it is quiet.
+        run.adopt_stored(usize::from(run.job.spec.replication).saturating_sub(1)).await;
         Ok(run)
     }
 
     /// Takes what the holders have and no announcement brought: at the start of a term, and when it is quiet.
-    async fn adopt_stored(&self) {
-        let listed = self.desk.context.rollouts.list_unconsumed(self.job.job).await;
+    async fn adopt_stored(&self, unheard_max: usize) {
+        let listed = self.desk.context.rollouts.list_unconsumed(self.job.job, unheard_max).await;
         for part in listed.chunks(INTAKE_BATCH) {
             self.admit(part).await;
         }
@@ -235,7 +237,7 @@ impl<'a> JobRun<'a> {
         self.desk.with_ledger(|l| l.handle_timeout(now));
         if self.training.is_none() && self.heard.elapsed() > QUIET {
             self.heard = Instant::now();
-            self.adopt_stored().await;
+            self.adopt_stored(0).await;
         }
     }
 
@@ -342,6 +344,10 @@ impl<'a> JobRun<'a> {
         loop {
             let others = context.membership.live_takers().into_iter().filter(|n| *n != local);
             let order = starling_protocol::placement::holders(key, others, usize::MAX);
+            // One without a connection may be gone and not missed yet: it is asked last.
+            let connected = context.transport.connected();
+            let (near, far): (Vec<_>, Vec<_>) = order.into_iter().partition(|n| connected.contains(n));
+            let order = [near, far].concat();
             if order.is_empty() {
                 // Alone: the group has one voter, or the quorum is lost and the proposal will not pass.
                 return Ok(vec![local]);

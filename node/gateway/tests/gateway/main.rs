@@ -2,7 +2,6 @@
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by panicking; a measurement prints")]
 
 mod chat;
-mod cost;
 mod cycle;
 mod refusals;
 mod streaming;
