@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use candle_core::Device;
 
-use crate::config::LlamaConfig;
+use crate::config::{Architecture, LlamaConfig};
 use crate::error::{EngineError, TrainError};
 use crate::infer::{FinishReason, GenerateRequest, InferenceEngine, InferenceOptions, SampledToken, TokenSink};
 use crate::sampling::SamplingParams;
@@ -16,6 +16,7 @@ use crate::weights::Weights;
 #[must_use]
 pub fn demo_config() -> LlamaConfig {
     LlamaConfig {
+        architecture: Architecture::Llama,
         vocab_size: 264,
         hidden_size: 128,
         intermediate_size: 384,
@@ -25,6 +26,7 @@ pub fn demo_config() -> LlamaConfig {
         head_dim: 32,
         rms_norm_eps: 1e-5,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         max_position_embeddings: 512,
         tie_word_embeddings: true,
         bos_token_id: None,
