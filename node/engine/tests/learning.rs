@@ -4,12 +4,13 @@
 use std::sync::mpsc;
 
 use starling_engine::{
-    Device, EngineError, FinishReason, GenerateRequest, InferenceEngine, InferenceOptions, LlamaConfig, Sample,
-    SampledToken, SamplingParams, TokenSink, TrainError, Trainer, TrainerConfig, Weights,
+    Architecture, Device, EngineError, FinishReason, GenerateRequest, InferenceEngine, InferenceOptions, LlamaConfig,
+    Sample, SampledToken, SamplingParams, TokenSink, TrainError, Trainer, TrainerConfig, Weights,
 };
 
 fn config(layers: usize) -> LlamaConfig {
     LlamaConfig {
+        architecture: Architecture::Llama,
         vocab_size: 40,
         hidden_size: 64,
         intermediate_size: 128,
@@ -19,6 +20,7 @@ fn config(layers: usize) -> LlamaConfig {
         head_dim: 16,
         rms_norm_eps: 1e-5,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         max_position_embeddings: 64,
         tie_word_embeddings: true,
         bos_token_id: None,

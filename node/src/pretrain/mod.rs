@@ -14,7 +14,9 @@ use data::Exercises;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use serde_json::json;
-use starling_engine::{Checkpoint, Device, LlamaConfig, Sample, SaveDtype, Trainer, TrainerConfig, Weights};
+use starling_engine::{
+    Architecture, Checkpoint, Device, LlamaConfig, Sample, SaveDtype, Trainer, TrainerConfig, Weights,
+};
 use starling_gateway::text::byte_model;
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -39,6 +41,7 @@ const CAREFUL: f64 = 0.84;
 #[must_use]
 pub fn config() -> LlamaConfig {
     LlamaConfig {
+        architecture: Architecture::Llama,
         vocab_size: byte_model::VOCAB_SIZE as usize,
         hidden_size: 128,
         intermediate_size: 384,
@@ -48,6 +51,7 @@ pub fn config() -> LlamaConfig {
         head_dim: 32,
         rms_norm_eps: 1e-5,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         max_position_embeddings: 512,
         tie_word_embeddings: true,
         bos_token_id: None,

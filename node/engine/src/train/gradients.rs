@@ -217,7 +217,7 @@ pub(crate) fn global_norm(grads: &[Tensor]) -> candle_core::Result<f64> {
 mod tests {
     use super::*;
     use crate::params::{fuse, rope_table};
-    use crate::testing::tiny_config;
+    use crate::testing::{tiny_config, tiny_configs, varied_weights};
     use crate::train::batch::{Sample, micro_batches};
     use crate::weights::Weights;
 
@@ -239,11 +239,8 @@ mod tests {
     /// dozens of f32 roundings of the longest sums.
     #[test]
     fn own_kernels_and_candles_autograd_agree_and_reach_every_parameter() {
-        for tied in [true, false] {
-            let mut cfg = tiny_config();
-            cfg.tie_word_embeddings = tied;
-            let weights = Weights::random(&cfg, &Device::Cpu, 5).unwrap();
-            let params = fuse(&cfg, &weights, &Device::Cpu).unwrap();
+        for cfg in tiny_configs() {
+            let params = fuse(&cfg, &varied_weights(&cfg, 5), &Device::Cpu).unwrap();
             let micro = micro_batches(&samples(), 60);
             assert!(micro.len() > 2);
             let trained = micro.iter().map(|m| m.terms.len()).sum();
@@ -256,9 +253,9 @@ mod tests {
             for (i, (a, b)) in own.grads.iter().zip(&other.grads).enumerate() {
                 let (a, b) = (to_host(a, "").unwrap(), to_host(b, "").unwrap());
                 let largest = b.iter().fold(0f32, |m, v| m.max(v.abs()));
-                assert!(largest > 0.0, "parameter {i} has no gradient");
+                assert!(largest > 0.0, "{:?}: parameter {i} has no gradient", cfg.architecture);
                 for (a, b) in a.iter().zip(&b) {
-                    assert!((a - b).abs() <= 1e-5 * largest, "parameter {i}: {a} against {b}");
+                    assert!((a - b).abs() <= 1e-5 * largest, "{:?}, parameter {i}: {a} against {b}", cfg.architecture);
                 }
             }
         }
