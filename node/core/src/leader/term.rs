@@ -1,18 +1,18 @@
 //! One term of leadership, from the barrier at its start to the loss of the quorum.
 
-use super::batch::samples_of;
+use super::batch::{metrics_of, samples_of};
 use super::{Desk, Open};
-use crate::compute::{StepTrainer, Stepped};
+use crate::compute::{StepInput, StepTrainer, Stepped, TrainerStart};
 use crate::consensus::ProposeError;
-use starling_engine::StepReport;
-use starling_protocol::control::{Applied, ControlEntry, JobEnd, JobState, ModelState, StepCommitted, StepMetrics};
+use starling_protocol::alarm::MismatchWatch;
+use starling_protocol::control::{Applied, ControlEntry, JobEnd, JobState, ModelState, StepCommitted};
 use starling_protocol::ledger::{Admission, Ledger, LoadedTasks, TrainingBatch};
 use starling_protocol::manifest::{DeltaManifest, Manifest};
 use starling_protocol::planted::{self, Bug};
 use starling_protocol::task::{Task, read_task_set};
 use starling_protocol::wire::RolloutAnnouncement;
 use starling_protocol::{NodeId, Term};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -105,6 +105,8 @@ struct JobRun<'a> {
     state: Arc<ModelState>,
     /// Of the newest committed version.
     weights: Manifest,
+    /// Of this term's steps: what came before it, the alarm does not know.
+    mismatch: MismatchWatch,
     training: Option<Training>,
     collecting_since: Instant,
     heard: Instant,
@@ -152,11 +154,22 @@ impl<'a> JobRun<'a> {
             },
             None => None,
         };
-        let trainer = context.compute.start_trainer(&config, weights, optimizer_state, &job.spec.trainer)?;
+        // The weights before the job's first step: the current ones until there was one.
+        let reference = match state.reference.as_ref().filter(|r| r.job == job.job) {
+            _ if !job.spec.trainer.algorithm.needs_reference() => None,
+            None => Some(weights.clone()),
+            Some(r) => {
+                let found = context.blobs.fetch(&r.weights, &with_holders(&r.holders)).await;
+                Some(found.map_err(|e| format!("the job's first weights, which its KL needs: {e}"))?)
+            }
+        };
+        let start = TrainerStart { weights, optimizer_state, reference };
+        let trainer = context.compute.start_trainer(&config, start, &job.spec.trainer)?;
         // This term may have been led from here before. No start gives out a million episodes in a millisecond.
         let first = if planted::has(Bug::ReissueEpisode) { 0 } else { (context.clock)().0.saturating_mul(1 << 20) };
         let ledger = Ledger::new(job.clone(), term, state.version, tasks).counting_from(first);
         *desk.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(Open { term, ledger });
+        let job_limit = job.spec.trainer.mismatch_kl_alarm;
         let run = Self {
             desk,
             term,
@@ -164,6 +177,7 @@ impl<'a> JobRun<'a> {
             trainer,
             state: state.clone(),
             weights: manifest.clone(),
+            mismatch: MismatchWatch::new(job_limit),
             training: None,
             collecting_since: Instant::now(),
             heard: Instant::now(),
@@ -261,7 +275,13 @@ impl<'a> JobRun<'a> {
             }
             let every = self.job.spec.optimizer_state_every;
             let with_optimizer_state = every > 0 && batch.version.next().0 % every == 0;
-            let done = self.trainer.step(samples_of(&batch), with_optimizer_state);
+            let spec = &self.job.spec;
+            let done_steps = self.desk.with_ledger(|l| l.job().steps).unwrap_or_default();
+            let done = self.trainer.step(StepInput {
+                samples: samples_of(&batch, &spec.trainer.algorithm),
+                learning_rate: spec.trainer.learning_rate * spec.trainer.schedule.factor(done_steps, spec.steps),
+                with_optimizer_state,
+            });
             let collect_ms = millis(self.collecting_since);
             self.training = Some(Training { batch, with_optimizer_state, done, collect_ms, since: Instant::now() });
         }
@@ -308,6 +328,13 @@ impl<'a> JobRun<'a> {
         let version = t.batch.version.next();
         let consumed = t.batch.consumed();
         let mut metrics = metrics_of(&t.batch, &stepped.report);
+        if metrics.trained_tokens > 0 {
+            metrics.mismatch_alarm = self.mismatch.observe(metrics.mismatch_kl);
+        }
+        if let Some(alarm) = metrics.mismatch_alarm {
+            let (kl, limit) = (metrics.mismatch_kl, self.job.spec.trainer.mismatch_kl_alarm);
+            tracing::warn!(model = %self.desk.model, version = version.0, kl, limit, ?alarm, "trainer and sampler drift apart");
+        }
         metrics.collect_ms = t.collect_ms;
         metrics.train_ms = train_ms;
         metrics.replicate_ms = millis(replicating);
@@ -378,30 +405,6 @@ impl<'a> JobRun<'a> {
 
 fn millis(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
-}
-
-fn metrics_of(batch: &TrainingBatch, r: &StepReport) -> StepMetrics {
-    let mut sums: BTreeMap<String, (f64, u64)> = BTreeMap::new();
-    let mut staleness_max = 0;
-    for r in batch.groups.iter().flat_map(|g| &g.rollouts) {
-        let e = sums.entry(r.rollout.task.set.clone()).or_default();
-        e.0 += f64::from(r.rollout.reward);
-        e.1 += 1;
-        staleness_max = staleness_max.max(batch.version.0.saturating_sub(r.oldest_version.0));
-    }
-    StepMetrics {
-        reward: sums.iter().map(|(k, (s, n))| (k.clone(), s / (*n as f64))).collect(),
-        episodes: sums.into_iter().map(|(k, (_, n))| (k, n)).collect(),
-        groups_uninformative: batch.groups.iter().filter(|g| g.advantages.is_none()).count() as u64,
-        trained_tokens: r.trained_tokens,
-        loss: r.loss,
-        grad_norm: r.grad_norm,
-        clip_fraction: r.clip_fraction,
-        mismatch_kl: r.approx_kl,
-        entropy: r.entropy,
-        staleness_max,
-        ..StepMetrics::default()
-    }
 }
 
 async fn load_tasks(desk: &Desk, manifest: &Manifest) -> Result<Vec<Task>, String> {
