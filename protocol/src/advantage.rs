@@ -33,7 +33,7 @@ pub const ADVANTAGE_MAX: f32 = 1e6;
 /// Whether a group with these rewards has advantages: two episodes at least, and not all rewards equal.
 #[must_use]
 pub fn is_informative(rewards: &[f32]) -> bool {
-    rewards.first().is_some_and(|first| rewards.iter().any(|r| r.to_bits() != first.to_bits() && r != first))
+    rewards.first().is_some_and(|first| rewards.iter().any(|r| (r - first).abs() > 0.0))
 }
 
 /// Advantages of the episodes of each group, in order; `None` for a group that [`is_informative`] denies.
@@ -148,7 +148,8 @@ mod tests {
     #[test]
     fn advantages_follow_their_episodes_under_any_order_and_sum_to_zero() {
         for seed in 0..200u64 {
-            let groups: Vec<Vec<f32>> = (0..3).map(|g| rewards(seed * 3 + g, 2 + (seed as usize + g as usize) % 7)).collect();
+            let groups: Vec<Vec<f32>> =
+                (0..3).map(|g| rewards(seed * 3 + g, 2 + (seed as usize + g as usize) % 7)).collect();
             for rule in RULES {
                 let straight = batch_advantages(rule, &groups);
                 let reversed: Vec<Vec<f32>> = groups.iter().rev().map(|g| g.iter().rev().copied().collect()).collect();
@@ -160,7 +161,10 @@ mod tests {
                     close(a, &b.iter().rev().copied().collect::<Vec<_>>());
                     let sum: f32 = a.iter().sum();
                     all += sum;
-                    assert!(rule == AdvantageRule::Batch || sum.abs() < 1e-4, "seed {seed} {rule:?}: group sums to {sum}");
+                    assert!(
+                        rule == AdvantageRule::Batch || sum.abs() < 1e-4,
+                        "seed {seed} {rule:?}: group sums to {sum}"
+                    );
                 }
                 assert!(all.abs() < 1e-3, "seed {seed} {rule:?}: batch sums to {all}");
             }

@@ -323,9 +323,7 @@ impl Preset {
                 kl: ReferenceKl { estimator: KlEstimator::K2, coefficient: 1e-3 },
                 ..grpo
             },
-            Self::Ppo => {
-                AlgorithmSpec { advantage: AdvantageRule::Batch, old_policy: OldPolicy::Recomputed, ..grpo }
-            }
+            Self::Ppo => AlgorithmSpec { advantage: AdvantageRule::Batch, old_policy: OldPolicy::Recomputed, ..grpo },
             Self::Dapo => AlgorithmSpec { objective: clip(0.2, 0.28), ..grpo },
             Self::Gspo => AlgorithmSpec {
                 objective: Objective::Gspo { low: gspo_low_default(), high: gspo_high_default() },
@@ -333,10 +331,9 @@ impl Preset {
                 aggregation: Aggregation::SequenceMean,
                 ..grpo
             },
-            Self::Cispo => AlgorithmSpec {
-                objective: Objective::Cispo { ratio_min: 0.0, ratio_max: cispo_max_default() },
-                ..grpo
-            },
+            Self::Cispo => {
+                AlgorithmSpec { objective: Objective::Cispo { ratio_min: 0.0, ratio_max: cispo_max_default() }, ..grpo }
+            }
             Self::DecoupledPpo => AlgorithmSpec {
                 old_policy: OldPolicy::Recomputed,
                 correction: Correction::Decoupled { cap: decoupled_cap_default() },
@@ -426,8 +423,10 @@ impl AlgorithmSpec {
 
     /// Combinations that would silently do nothing, or something else than their names say.
     fn validate_together(&self) -> Result<(), JobError> {
-        let weighs_back =
-            matches!(self.correction, Correction::Tis { .. } | Correction::IcePop { .. } | Correction::Decoupled { .. });
+        let weighs_back = matches!(
+            self.correction,
+            Correction::Tis { .. } | Correction::IcePop { .. } | Correction::Decoupled { .. }
+        );
         need(
             !(weighs_back && self.old_policy == OldPolicy::Sampler),
             "algorithm.correction",

@@ -264,12 +264,7 @@ impl JobSpec {
         need((1..=64).contains(&t.minibatches), "trainer.minibatches", "1 to 64", t.minibatches)?;
         let c = &t.schedule;
         need(c.warmup_steps < self.steps, "trainer.schedule.warmup_steps", "fewer than `steps`", c.warmup_steps)?;
-        need(
-            (0.0..=1.0).contains(&c.final_fraction),
-            "trainer.schedule.final_fraction",
-            "0 to 1",
-            c.final_fraction,
-        )?;
+        need((0.0..=1.0).contains(&c.final_fraction), "trainer.schedule.final_fraction", "0 to 1", c.final_fraction)?;
         need(
             t.mismatch_kl_alarm > 0.0 && t.mismatch_kl_alarm.is_finite(),
             "trainer.mismatch_kl_alarm",

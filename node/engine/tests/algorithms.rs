@@ -12,7 +12,9 @@ use starling_engine::{
     SampledToken, SamplingParams, StepReport, TokenSink, TrainError, Trainer, TrainerConfig, Weights,
 };
 use starling_protocol::advantage::batch_advantages;
-use starling_protocol::algorithm::{AlgorithmSpec, Bounds, Correction, Level, Objective, OldPolicy, Preset, ReferenceKl};
+use starling_protocol::algorithm::{
+    AlgorithmSpec, Bounds, Correction, Level, Objective, OldPolicy, Preset, ReferenceKl,
+};
 
 const GOLDENS: &str = include_str!("../../../tests/goldens/algorithms.json");
 
@@ -32,15 +34,18 @@ fn weights(cfg: &LlamaConfig, shift: f64) -> Weights {
             let i = f64::from(i);
             let wave = (0.37 * i + 0.0113 * i * i + 1.7 * number).sin();
             #[expect(clippy::cast_possible_truncation, reason = "f32 weights are the purpose")]
-            (scale.map_or(1.0 + 0.2 * wave, |s| s * wave) as f32)
+            let value = scale.map_or(1.0 + 0.2 * wave, |s| s * wave) as f32;
+            value
         };
         let bytes: Vec<u8> = (0..).take(dims.iter().product()).flat_map(|i| value(i).to_le_bytes()).collect();
         entries.push((name.to_owned(), dims, bytes));
     }
-    let view = |d: &Vec<usize>, b| {
-        safetensors::tensor::TensorView::new(safetensors::Dtype::F32, d.clone(), b).unwrap()
-    };
-    let views: Vec<_> = entries.iter().map(|(n, d, b)| (n.as_str(), view(d, b))).collect();
+    let views: Vec<_> = entries
+        .iter()
+        .map(|(n, d, b)| {
+            (n.as_str(), safetensors::tensor::TensorView::new(safetensors::Dtype::F32, d.clone(), b).unwrap())
+        })
+        .collect();
     let bytes = safetensors::serialize(views, None).unwrap();
     Weights::from_safetensors(cfg, &bytes, &Device::Cpu).unwrap()
 }
@@ -148,10 +153,9 @@ fn later_minibatches_see_the_policy_of_the_steps_start() {
         let tc = TrainerConfig { algorithm, learning_rate: 3e-2, minibatches, ..TrainerConfig::default() };
         trainer(&cfg, &start, &start, tc).step(&batch).unwrap()
     };
-    for objective in [
-        Objective::Clip { low: 0.01, high: 0.01, ratio_max: None },
-        Objective::Gspo { low: 1e-3, high: 1e-3 },
-    ] {
+    for objective in
+        [Objective::Clip { low: 0.01, high: 0.01, ratio_max: None }, Objective::Gspo { low: 1e-3, high: 1e-3 }]
+    {
         assert!(run(objective, Correction::None, 1).clip_fraction.abs() < 1e-12, "{objective:?}");
         assert!(run(objective, Correction::None, 2).clip_fraction > 0.0, "{objective:?}");
         let weighed = run(objective, Correction::Tis { cap: 1.1, level: Level::Sequence }, 2);
@@ -206,8 +210,10 @@ fn bandit_config() -> LlamaConfig {
         head_dim: 8,
         max_position_embeddings: 64,
         tie_word_embeddings: true,
-        ..LlamaConfig::from_json(serde_json::from_str::<Value>(GOLDENS).unwrap()["model"]["config"].to_string().as_bytes())
-            .unwrap()
+        ..LlamaConfig::from_json(
+            serde_json::from_str::<Value>(GOLDENS).unwrap()["model"]["config"].to_string().as_bytes(),
+        )
+        .unwrap()
     }
 }
 
@@ -308,7 +314,8 @@ fn every_preset_learns_the_bandit() {
 /// With a sampler that is two versions behind, the corrections see ratios away from 1, and learning goes on.
 #[test]
 fn corrections_learn_from_stale_data() {
-    let recomputed = |correction| AlgorithmSpec { correction, old_policy: OldPolicy::Recomputed, ..Preset::Grpo.spec(2) };
+    let recomputed =
+        |correction| AlgorithmSpec { correction, old_policy: OldPolicy::Recomputed, ..Preset::Grpo.spec(2) };
     let shortcut = |correction| AlgorithmSpec { correction, old_policy: OldPolicy::Shortcut, ..Preset::Grpo.spec(2) };
     let guard = Some(Bounds { low: 1e-4, high: 100.0 });
     for algorithm in [

@@ -137,12 +137,7 @@ impl StepTrainer for TrainerThread {
     }
 }
 
-fn build(
-    config: &LlamaConfig,
-    start: &TrainerStart,
-    tc: TrainerConfig,
-    device: Device,
-) -> Result<Trainer, String> {
+fn build(config: &LlamaConfig, start: &TrainerStart, tc: TrainerConfig, device: Device) -> Result<Trainer, String> {
     let weights = |what: &str, bytes: &[u8]| {
         Weights::from_safetensors(config, bytes, &device).map_err(|e| format!("{what}: {e}"))
     };

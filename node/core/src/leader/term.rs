@@ -4,7 +4,7 @@ use super::batch::{metrics_of, samples_of};
 use super::{Desk, Open};
 use crate::compute::{StepInput, StepTrainer, Stepped, TrainerStart};
 use crate::consensus::ProposeError;
-use starling_protocol::alarm::MismatchWatch;
+use starling_protocol::alarm::{MismatchAlarm, MismatchWatch};
 use starling_protocol::control::{Applied, ControlEntry, JobEnd, JobState, ModelState, StepCommitted};
 use starling_protocol::ledger::{Admission, Ledger, LoadedTasks, TrainingBatch};
 use starling_protocol::manifest::{DeltaManifest, Manifest};
@@ -107,6 +107,8 @@ struct JobRun<'a> {
     weights: Manifest,
     /// Of this term's steps: what came before it, the alarm does not know.
     mismatch: MismatchWatch,
+    /// What it said of the last step, for status.
+    alarm: Option<String>,
     training: Option<Training>,
     collecting_since: Instant,
     heard: Instant,
@@ -169,7 +171,7 @@ impl<'a> JobRun<'a> {
         let first = if planted::has(Bug::ReissueEpisode) { 0 } else { (context.clock)().0.saturating_mul(1 << 20) };
         let ledger = Ledger::new(job.clone(), term, state.version, tasks).counting_from(first);
         *desk.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(Open { term, ledger });
-        let job_limit = job.spec.trainer.mismatch_kl_alarm;
+        let mismatch_limit = job.spec.trainer.mismatch_kl_alarm;
         let run = Self {
             desk,
             term,
@@ -177,7 +179,8 @@ impl<'a> JobRun<'a> {
             trainer,
             state: state.clone(),
             weights: manifest.clone(),
-            mismatch: MismatchWatch::new(job_limit),
+            mismatch: MismatchWatch::new(mismatch_limit),
+            alarm: None,
             training: None,
             collecting_since: Instant::now(),
             heard: Instant::now(),
@@ -305,7 +308,10 @@ impl<'a> JobRun<'a> {
             ),
         });
         if let Some(said) = said {
-            self.desk.doing(said);
+            self.desk.doing(match &self.alarm {
+                Some(alarm) => format!("{said}; {alarm}"),
+                None => said,
+            });
         }
     }
 
@@ -330,10 +336,12 @@ impl<'a> JobRun<'a> {
         let mut metrics = metrics_of(&t.batch, &stepped.report);
         if metrics.trained_tokens > 0 {
             metrics.mismatch_alarm = self.mismatch.observe(metrics.mismatch_kl);
-        }
-        if let Some(alarm) = metrics.mismatch_alarm {
-            let (kl, limit) = (metrics.mismatch_kl, self.job.spec.trainer.mismatch_kl_alarm);
-            tracing::warn!(model = %self.desk.model, version = version.0, kl, limit, ?alarm, "trainer and sampler drift apart");
+            self.alarm = metrics.mismatch_alarm.map(|alarm| {
+                let limit = self.job.spec.trainer.mismatch_kl_alarm;
+                let (kl, what) = (metrics.mismatch_kl, if alarm == MismatchAlarm::Rising { "rising" } else { "too high" });
+                tracing::warn!(model = %self.desk.model, version = version.0, kl, limit, "mismatch of sampler and trainer is {what}");
+                format!("mismatch KL {what}: {kl:.2e}, limit {limit}")
+            });
         }
         metrics.collect_ms = t.collect_ms;
         metrics.train_ms = train_ms;
@@ -351,7 +359,21 @@ impl<'a> JobRun<'a> {
             at: (context.clock)(),
             metrics,
         };
+        let m = &step.metrics;
+        let facts = format!(
+            "reward {:.3?}, loss {:.4}, gradient {:.3}, mismatch KL {:.2e}, entropy {:.3}, clipped {:.1} %, masked {:.1} %, \
+             staleness {:.2}",
+            m.reward.values().collect::<Vec<_>>(),
+            m.loss,
+            m.grad_norm,
+            m.mismatch_kl,
+            m.entropy,
+            100.0 * m.clip_fraction,
+            100.0 * m.masked_fraction,
+            m.staleness_mean
+        );
         self.propose(ControlEntry::StepCommitted(Box::new(step))).await?;
+        tracing::info!(model = %self.desk.model, version = version.0, "step committed: {facts}");
         self.weights = weights;
         self.desk.with_ledger(|l| l.handle_committed(version, &consumed));
         self.collecting_since = Instant::now();

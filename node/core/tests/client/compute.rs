@@ -49,12 +49,7 @@ impl Compute for FakeCompute {
     fn start_engine(&self, _: &[u8], _: &[u8], version: PolicyVersion) -> Result<Arc<dyn Engine>, String> {
         Ok(Arc::new(FakeEngine { control: self.0.clone(), version: AtomicU64::new(version.0) }))
     }
-    fn start_trainer(
-        &self,
-        _: &[u8],
-        _: TrainerStart,
-        _: &TrainerSpec,
-    ) -> Result<Box<dyn StepTrainer>, String> {
+    fn start_trainer(&self, _: &[u8], _: TrainerStart, _: &TrainerSpec) -> Result<Box<dyn StepTrainer>, String> {
         Ok(Box::new(NoTrainer(Mutex::default())))
     }
 }

@@ -63,12 +63,7 @@ impl Compute for NoCompute {
     fn start_engine(&self, _: &[u8], _: &[u8], _: PolicyVersion) -> Result<Arc<dyn Engine>, String> {
         Err("no device in this test".into())
     }
-    fn start_trainer(
-        &self,
-        _: &[u8],
-        _: TrainerStart,
-        _: &TrainerSpec,
-    ) -> Result<Box<dyn StepTrainer>, String> {
+    fn start_trainer(&self, _: &[u8], _: TrainerStart, _: &TrainerSpec) -> Result<Box<dyn StepTrainer>, String> {
         Err("no device in this test".into())
     }
 }

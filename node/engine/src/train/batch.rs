@@ -148,7 +148,8 @@ mod tests {
     #[test]
     fn minibatches_never_split_an_episode() {
         let sample = |episode| Sample { tokens: vec![1], loss_mask: vec![false], episode, ..Sample::default() };
-        let batch: Vec<Sample> = [Some(7), Some(7), None, None, Some(1), Some(1), Some(1), Some(2)].map(sample).to_vec();
+        let batch: Vec<Sample> =
+            [Some(7), Some(7), None, None, Some(1), Some(1), Some(1), Some(2)].map(sample).to_vec();
         assert_eq!(episodes(&batch), [0..2, 2..3, 3..4, 4..7, 7..8]);
         assert_eq!(minibatches(&batch, 2), [0..3, 3..8]);
         assert_eq!(minibatches(&batch, 9), [0..2, 2..3, 3..4, 4..7, 7..8]);

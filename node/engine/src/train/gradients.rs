@@ -251,8 +251,8 @@ mod tests {
     use crate::params::{fuse, rope_table};
     use crate::testing::tiny_config;
     use crate::train::batch::{Sample, micro_batches, terms};
-    use starling_protocol::algorithm::{Objective, Preset};
     use crate::weights::Weights;
+    use starling_protocol::algorithm::{Objective, Preset};
 
     fn samples() -> Vec<Sample> {
         (0u16..7)

@@ -122,7 +122,10 @@ impl Loss {
         let s = &self.spec;
         let of_sequence = matches!(s.correction, Correction::Tis { level: Level::Sequence, .. });
         let uses_old = matches!(s.objective, Objective::Clip { .. } | Objective::Gspo { .. })
-            || matches!(s.correction, Correction::Tis { .. } | Correction::IcePop { .. } | Correction::Decoupled { .. });
+            || matches!(
+                s.correction,
+                Correction::Tis { .. } | Correction::IcePop { .. } | Correction::Decoupled { .. }
+            );
         s.outlier_guard.is_some()
             || of_sequence
             || (s.old_policy == OldPolicy::Recomputed && minibatches > 1 && uses_old)
@@ -295,7 +298,8 @@ impl Loss {
             Correction::Decoupled { cap } => within(rho(), 0.0, cap),
             Correction::DppoMask { threshold } => {
                 let moved = logprob.exp() - term.behaviour_logprob.exp();
-                let too_far = (term.advantage > 0.0 && moved > threshold) || (term.advantage < 0.0 && moved < -threshold);
+                let too_far =
+                    (term.advantage > 0.0 && moved > threshold) || (term.advantage < 0.0 && moved < -threshold);
                 if too_far { 0.0 } else { 1.0 }
             }
         }

@@ -33,15 +33,10 @@ fn tokens(root: &Value) -> Tokens {
         ..TokenTerm::default()
     };
     let all: Vec<TokenTerm> = (0..mu.len()).map(term).collect();
-    assert_eq!(floats(&root["lengths"]), [4.0, 6.0, 1.0, 7.0]);
+    assert_eq!(root["lengths"], serde_json::json!([4, 6, 1, 7]));
     let cuts = [0, 4, 6, 10, 11, 18];
     let terms = cuts.windows(2).map(|w| all[w[0]..w[1]].to_vec()).collect();
-    Tokens {
-        logprobs: input("logprob"),
-        entropies: input("entropy"),
-        terms,
-        sequences: vec![0..1, 1..3, 3..4, 4..5],
-    }
+    Tokens { logprobs: input("logprob"), entropies: input("entropy"), terms, sequences: vec![0..1, 1..3, 3..4, 4..5] }
 }
 
 impl Tokens {
@@ -223,9 +218,8 @@ fn any_finite_log_probabilities_give_finite_losses_and_far_ratios_are_counted() 
 }
 
 fn clip(ratio_max: Option<f32>) -> Loss {
-    let mut spec = AlgorithmSpec::default();
-    spec.objective = Objective::Clip { low: 0.2, high: 0.3, ratio_max };
-    Loss { spec, has_behaviour: true }
+    let objective = Objective::Clip { low: 0.2, high: 0.3, ratio_max };
+    Loss { spec: AlgorithmSpec { objective, ..AlgorithmSpec::default() }, has_behaviour: true }
 }
 
 fn run(loss: &Loss, logprob: f32, behaviour_logprob: f32, advantage: f32) -> (f64, f32, u64) {
