@@ -3,6 +3,7 @@
 //! [`ModelState::apply`] is the only place where a step becomes committed: version chain, term fence and
 //! consume-once are checked here, on every replica, in log order.
 
+use crate::alarm::MismatchAlarm;
 use crate::assignment::EvalPhase;
 use crate::ids::{JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term};
 use crate::job::JobSpec;
@@ -31,14 +32,35 @@ pub struct StepMetrics {
     pub loss: f64,
     /// Gradient norm before clipping.
     pub grad_norm: f64,
-    /// Share of trained tokens whose ratio was clipped.
+    /// Learning rate of the step.
+    pub learning_rate: f64,
+    /// Share of trained tokens whose gradient a clip cut off or down.
     pub clip_fraction: f64,
+    /// Share of trained tokens that a correction or the outlier guard dropped.
+    pub masked_fraction: f64,
+    /// Mean weight of the correction over trained tokens; 1 without one.
+    pub correction_weight: f64,
+    /// Trained tokens with a log-ratio beyond ±20, which was cut there.
+    pub ratios_out_of_range: u64,
     /// k3 estimate of the KL divergence between the behaviour policy and the trained one, nats a token.
     pub mismatch_kl: f64,
+    /// What is wrong with it, if something is.
+    pub mismatch_alarm: Option<MismatchAlarm>,
+    /// The job's own estimate of the KL divergence from the reference policy, nats a token; 0 without one.
+    pub reference_kl: f64,
     /// Entropy of the policy, nats a token.
     pub entropy: f64,
     /// Largest staleness among the consumed episodes, in versions.
     pub staleness_max: u64,
+    /// Mean staleness of the consumed episodes' trained tokens, in versions.
+    pub staleness_mean: f64,
+    /// Tokens of the trained timelines, prompts included.
+    pub tokens: u64,
+    /// Tokens more that would have trained if every call were a sequence of its own, instead of timelines.
+    pub tokens_saved: u64,
+    /// Arithmetic of the optimizer per second of its time, 6 · parameters · tokens, as a share of what the same threads
+    /// reach in a large product; 0 where it was not measured.
+    pub mfu: f64,
     /// Waiting for the batch, milliseconds.
     pub collect_ms: u64,
     /// Optimizing, milliseconds.
@@ -318,6 +340,17 @@ impl<'de> Deserialize<'de> for Consumed {
     }
 }
 
+/// The weights that a job's policy is compared with.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Reference {
+    /// The job.
+    pub job: JobId,
+    /// Those before its first step.
+    pub weights: Manifest,
+    /// Who held them durably before they were proposed; empty for version 0.
+    pub holders: Vec<NodeId>,
+}
+
 /// What a model's log adds up to.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ModelState {
@@ -339,6 +372,9 @@ pub struct ModelState {
     pub weights_holders: Vec<NodeId>,
     /// Who held [`ModelState::optimizer_state`] durably before its step was proposed.
     pub optimizer_holders: Vec<NodeId>,
+    /// The weights that the running job started from, if it needs them (a KL to them) and they are no longer the
+    /// current ones.
+    pub reference: Option<Reference>,
     /// Jobs in the order of submission.
     pub jobs: Vec<JobState>,
     /// Every consumed rollout with the version that used it.
@@ -354,13 +390,14 @@ impl ModelState {
         self.jobs.iter().find(|j| j.end.is_none())
     }
 
-    /// The manifests that must not get lost: weights, optimizer state, files, and the task sets of jobs that are not
-    /// over. The delta is not among them: it is only a shorter way.
+    /// The manifests that must not get lost: weights, optimizer state, reference, files, and the task sets of jobs that are
+    /// not over. The delta is not among them: it is only a shorter way.
     pub fn needed_manifests(&self) -> impl Iterator<Item = &Manifest> {
         let tasks = self.jobs.iter().filter(|j| j.end.is_none()).flat_map(|j| &j.spec.tasks);
         let tasks = tasks.flat_map(|t| std::iter::once(&t.train).chain(&t.heldout));
         let optimizer = self.optimizer_state.iter().map(|(_, m)| m);
-        self.weights.iter().chain(optimizer).chain(self.files.values()).chain(tasks)
+        let reference = self.reference.iter().map(|r| &r.weights);
+        self.weights.iter().chain(optimizer).chain(reference).chain(self.files.values()).chain(tasks)
     }
 
     fn job_mut(&mut self, job: JobId) -> Result<&mut JobState, Refusal> {
@@ -416,6 +453,8 @@ impl ModelState {
                     return Ok(Applied::Already);
                 }
                 job.end = Some(end.clone());
+                let over = job.job;
+                self.reference.take_if(|r| r.job == over);
             }
         }
         Ok(Applied::Yes)
@@ -447,9 +486,15 @@ impl ModelState {
         if running != Some(step.job) {
             return Err(Refusal::NoSuchJob(step.job));
         }
+        let former = self.weights.clone();
+        let former_holders = self.weights_holders.clone();
         let job = self.job_mut(step.job)?;
+        let starts = job.steps == 0 && job.spec.trainer.algorithm.needs_reference();
         job.steps += 1;
         job.groups_opened.clone_from(&step.groups_opened);
+        if let Some(weights) = former.filter(|_| starts) {
+            self.reference = Some(Reference { job: step.job, weights, holders: former_holders });
+        }
         self.version = step.version;
         self.version_term = step.term;
         self.weights = Some(step.weights.clone());

@@ -7,11 +7,12 @@
 //! Admission (AReaL, arXiv:2505.24298 §4.1, with `accepted := consumed` after a restart): episodes accepted
 //! but not yet consumed plus episodes running stay at or under `(η + 1)·B`, B the episodes of a step and η the
 //! job's `staleness_max`. So a rollout is at most η versions old when it trains, unless its episode was slow;
-//! groups that grew too old are dropped whole and reported.
+//! groups that grew too old are dropped whole and reported. Dynamic sampling adds room for the replacement of groups
+//! without a gradient: [`Ledger::quota`].
 
 mod adoption;
 
-use crate::advantage::group_advantages;
+use crate::advantage::{batch_advantages, is_informative};
 use crate::assignment::{Assignment, EvalPhase, HeldLease, Purpose};
 use crate::control::{EvalScore, EvaluationCompleted, JobState};
 use crate::ids::{EpisodeId, GroupId, NodeId, PolicyVersion, RolloutId, TaskRef, Term};
@@ -30,6 +31,10 @@ use adoption::Adoption;
 pub const CLAIM_MAX: usize = 256;
 /// Most evaluation episodes that run at once.
 const EVAL_RUNNING_MAX: usize = 512;
+
+/// Dynamic sampling replaces groups without a gradient by up to so many steps' worth of episodes, then the step goes on
+/// with what it has; verl's recipe for DAPO gives up after 10 tries.
+const REPLACED_STEPS_MAX: u64 = 4;
 
 /// The task sets of a job, read.
 #[derive(Clone, Debug)]
@@ -151,6 +156,12 @@ struct OpenGroup {
     attempts: u32,
     running: BTreeSet<EpisodeId>,
     rollouts: BTreeMap<RolloutId, AcceptedRollout>,
+}
+
+impl OpenGroup {
+    fn rewards(&self) -> Vec<f32> {
+        self.rollouts.values().map(|r| r.rollout.reward).collect()
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -293,10 +304,21 @@ impl Ledger {
     pub fn is_done(&self) -> bool {
         self.evaluation.is_none() && self.job.steps >= self.job.spec.steps
     }
-    /// Most episodes accepted and running at once.
+    /// Most episodes accepted and running at once: `(η + 1)·B`, and under dynamic sampling as many more as replace whole
+    /// groups without a gradient, up to [`REPLACED_STEPS_MAX`]`·B`.
     #[must_use]
     pub fn quota(&self) -> u64 {
-        (u64::from(self.job.spec.staleness_max) + 1) * self.job.spec.episodes_per_step()
+        let step = self.job.spec.episodes_per_step();
+        (u64::from(self.job.spec.staleness_max) + 1) * step + self.replaced().min(REPLACED_STEPS_MAX * step)
+    }
+
+    /// Episodes of whole groups that dynamic sampling replaces.
+    fn replaced(&self) -> u64 {
+        if self.job.spec.collection == CollectionRule::Groups {
+            return 0;
+        }
+        let dull = self.groups.values().filter(|g| self.is_whole(g) && !is_informative(&g.rewards()));
+        dull.map(|g| g.rollouts.len() as u64).sum()
     }
 
     fn group_size(&self) -> usize {
@@ -659,32 +681,33 @@ impl Ledger {
         self.drop_stale_groups();
         let target = self.job.spec.groups_per_step as usize;
         let mut counted = 0;
-        let mut picked = Vec::new();
+        let (mut picked, mut rewards) = (Vec::new(), Vec::new());
         for (id, group) in self.groups.iter().filter(|(_, g)| self.is_whole(g)) {
             if counted == target {
                 break;
             }
-            let rewards: Vec<f32> = group.rollouts.values().map(|r| r.rollout.reward).collect();
-            let advantages = group_advantages(self.job.spec.trainer.advantage, &rewards);
-            counted += usize::from(advantages.is_some() || self.job.spec.collection == CollectionRule::Groups);
-            picked.push((*id, advantages));
+            let of_group = group.rewards();
+            counted += usize::from(self.job.spec.collection == CollectionRule::Groups || is_informative(&of_group));
+            picked.push(*id);
+            rewards.push(of_group);
         }
-        // Groups without a gradient fill the quota but not the batch: once they take all of it, go on with what
-        // there is, or a model that always (or never) succeeds would wait for ever. A group that lacks an episode
-        // gets another attempt instead.
+        // Groups without a gradient fill the quota but not the batch: once they take all of it, and of what replaces
+        // them, go on with what there is, or a model that always (or never) succeeds would wait for ever. A group that
+        // lacks an episode gets another attempt instead.
         let quota_spent = self.accepted() + u64::from(self.job.spec.group_size) > self.quota();
         let all_whole = self.groups.values().all(|g| self.is_whole(g));
         if counted < target && !(quota_spent && all_whole && self.leases.is_empty() && !picked.is_empty()) {
             return None;
         }
-        self.training = picked.iter().map(|(id, _)| *id).collect();
+        self.training.clone_from(&picked);
+        let advantages = batch_advantages(self.job.spec.trainer.algorithm.advantage, &rewards);
         // Copied only now: this is asked after every rollout that comes, and mostly answered with no.
         let copy = |(id, advantages)| {
             let group = self.groups.get(&id)?;
             let rollouts = group.rollouts.values().cloned().collect();
             Some(RolloutGroup { id, task: group.task.clone(), rollouts, advantages })
         };
-        let groups = picked.into_iter().filter_map(copy).collect();
+        let groups = picked.into_iter().zip(advantages).filter_map(copy).collect();
         Some(TrainingBatch { version: self.version, groups, groups_opened: self.groups_opened.clone() })
     }
 

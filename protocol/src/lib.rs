@@ -13,6 +13,8 @@
 #![forbid(unsafe_code)]
 
 pub mod advantage;
+pub mod alarm;
+pub mod algorithm;
 pub mod assignment;
 pub mod codec;
 pub mod control;

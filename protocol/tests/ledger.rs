@@ -170,15 +170,47 @@ fn groups_with_equal_rewards_do_not_count_where_informative_ones_are_asked_for()
     assert_eq!(batch.groups.len(), 4, "the others are used up along with them");
 }
 
+/// Dynamic sampling: what has no gradient is replaced, so that the step trains on as many groups as were asked for, even
+/// where the first `(η + 1)·B` episodes have next to none.
+#[test]
+fn groups_without_a_gradient_are_replaced_beyond_the_quota() {
+    let mut spec = spec();
+    spec.collection = CollectionRule::InformativeGroups;
+    let mut l = ledger(spec);
+    for a in claim(&mut l, ALICE, 100) {
+        l.handle_rollout(rollout(&a, 1.0));
+    }
+    assert_eq!((l.accepted(), l.quota()), (8, 16), "(η + 1)·B, and as much again for the four dull groups");
+    assert!(l.take_batch().is_none());
+    let replacements = claim(&mut l, ALICE, 100);
+    assert_eq!(replacements.len(), 8);
+    for (i, a) in replacements.iter().enumerate() {
+        l.handle_rollout(rollout(a, if i % 2 == 0 { 1.0 } else { 0.0 }));
+    }
+    let batch = l.take_batch().unwrap();
+    assert_eq!(batch.groups.iter().filter(|g| g.advantages.is_some()).count(), 2);
+    l.handle_committed(PolicyVersion(1), &batch.consumed());
+    assert_eq!((l.accepted(), l.quota()), (4, 8), "the dull ones are gone, and their room with them");
+}
+
 #[test]
 fn a_model_that_always_succeeds_does_not_wait_for_ever() {
     let mut spec = spec();
     spec.collection = CollectionRule::InformativeGroups;
     let mut l = ledger(spec);
-    for a in claim(&mut l, ALICE, 8) {
-        l.handle_rollout(rollout(&a, 1.0));
-    }
-    let batch = l.take_batch().expect("the quota is spent and nothing runs");
+    let mut episodes = 0;
+    let batch = loop {
+        let given = claim(&mut l, ALICE, 100);
+        assert!(!given.is_empty(), "neither work nor a batch after {episodes} episodes");
+        episodes += given.len();
+        for a in given {
+            l.handle_rollout(rollout(&a, 1.0));
+        }
+        if let Some(batch) = l.take_batch() {
+            break batch;
+        }
+    };
+    assert_eq!(episodes, 8 + 4 * 4, "the quota, and four steps' worth of replacements");
     assert!(batch.groups.iter().all(|g| g.advantages.is_none()));
 }
 

@@ -88,6 +88,7 @@ pub fn training_tokens_per_s(
             loss_mask: (0..len).map(|t| t >= len.div_ceil(2)).collect(),
             behaviour_logprobs: vec![-5.5; len],
             advantage: if i % 2 == 0 { 1.0 } else { -1.0 },
+            ..Sample::default()
         })
         .collect();
     trainer.step(&batch)?;

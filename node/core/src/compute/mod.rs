@@ -22,18 +22,38 @@ pub trait Compute: Send + Sync + 'static {
     /// In words: what does not fit.
     fn start_engine(&self, config: &[u8], weights: &[u8], version: PolicyVersion) -> Result<Arc<dyn Engine>, String>;
 
-    /// Starts a trainer at the given weights and, if there are any, optimizer moments. Returns at once; what is wrong
-    /// with the weights may come with the first step.
+    /// Starts a trainer. Returns at once; what is wrong with the weights may come with the first step.
     ///
     /// # Errors
     /// In words: what does not fit.
     fn start_trainer(
         &self,
         config: &[u8],
-        weights: Vec<u8>,
-        optimizer_state: Option<Vec<u8>>,
+        start: TrainerStart,
         spec: &TrainerSpec,
     ) -> Result<Box<dyn StepTrainer>, String>;
+}
+
+/// Where a trainer starts from; safetensors all.
+#[derive(Clone, Debug, Default)]
+pub struct TrainerStart {
+    /// The current weights.
+    pub weights: Vec<u8>,
+    /// The optimizer's moments, if there are any.
+    pub optimizer_state: Option<Vec<u8>>,
+    /// The weights that the job started from, where its algorithm compares with them.
+    pub reference: Option<Vec<u8>>,
+}
+
+/// What one step is made of.
+#[derive(Clone, Debug, Default)]
+pub struct StepInput {
+    /// An empty batch leaves the weights as they are.
+    pub samples: Vec<Sample>,
+    /// The schedule's value for this step.
+    pub learning_rate: f64,
+    /// Whether the moments after the step are asked for.
+    pub with_optimizer_state: bool,
 }
 
 /// Samples from one model. It stops when the last handle drops; what runs then ends with an error.
@@ -54,8 +74,8 @@ pub trait Engine: Send + Sync {
 
 /// Takes one optimizer step at a time. It ends when the handle drops.
 pub trait StepTrainer: Send + Sync {
-    /// Begins a step over `samples`; an empty batch leaves the weights as they are.
-    fn step(&self, samples: Vec<Sample>, with_optimizer_state: bool) -> oneshot::Receiver<Result<Stepped, String>>;
+    /// Begins a step.
+    fn step(&self, input: StepInput) -> oneshot::Receiver<Result<Stepped, String>>;
 }
 
 /// What a step brought.

@@ -1,18 +1,18 @@
 //! One term of leadership, from the barrier at its start to the loss of the quorum.
 
-use super::batch::samples_of;
+use super::batch::{metrics_of, samples_of};
 use super::{Desk, Open};
-use crate::compute::{StepTrainer, Stepped};
+use crate::compute::{StepInput, StepTrainer, Stepped, TrainerStart};
 use crate::consensus::ProposeError;
-use starling_engine::StepReport;
-use starling_protocol::control::{Applied, ControlEntry, JobEnd, JobState, ModelState, StepCommitted, StepMetrics};
+use starling_protocol::alarm::{MismatchAlarm, MismatchWatch};
+use starling_protocol::control::{Applied, ControlEntry, JobEnd, JobState, ModelState, StepCommitted};
 use starling_protocol::ledger::{Admission, Ledger, LoadedTasks, TrainingBatch};
 use starling_protocol::manifest::{DeltaManifest, Manifest};
 use starling_protocol::planted::{self, Bug};
 use starling_protocol::task::{Task, read_task_set};
 use starling_protocol::wire::RolloutAnnouncement;
 use starling_protocol::{NodeId, Term};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -105,6 +105,10 @@ struct JobRun<'a> {
     state: Arc<ModelState>,
     /// Of the newest committed version.
     weights: Manifest,
+    /// Of this term's steps: what came before it, the alarm does not know.
+    mismatch: MismatchWatch,
+    /// What it said of the last step, for status.
+    alarm: Option<String>,
     training: Option<Training>,
     collecting_since: Instant,
     heard: Instant,
@@ -152,11 +156,22 @@ impl<'a> JobRun<'a> {
             },
             None => None,
         };
-        let trainer = context.compute.start_trainer(&config, weights, optimizer_state, &job.spec.trainer)?;
+        // The weights before the job's first step: the current ones until there was one.
+        let reference = match state.reference.as_ref().filter(|r| r.job == job.job) {
+            _ if !job.spec.trainer.algorithm.needs_reference() => None,
+            None => Some(weights.clone()),
+            Some(r) => {
+                let found = context.blobs.fetch(&r.weights, &with_holders(&r.holders)).await;
+                Some(found.map_err(|e| format!("the job's first weights, which its KL needs: {e}"))?)
+            }
+        };
+        let start = TrainerStart { weights, optimizer_state, reference };
+        let trainer = context.compute.start_trainer(&config, start, &job.spec.trainer)?;
         // This term may have been led from here before. No start gives out a million episodes in a millisecond.
         let first = if planted::has(Bug::ReissueEpisode) { 0 } else { (context.clock)().0.saturating_mul(1 << 20) };
         let ledger = Ledger::new(job.clone(), term, state.version, tasks).counting_from(first);
         *desk.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(Open { term, ledger });
+        let mismatch_limit = job.spec.trainer.mismatch_kl_alarm;
         let run = Self {
             desk,
             term,
@@ -164,6 +179,8 @@ impl<'a> JobRun<'a> {
             trainer,
             state: state.clone(),
             weights: manifest.clone(),
+            mismatch: MismatchWatch::new(mismatch_limit),
+            alarm: None,
             training: None,
             collecting_since: Instant::now(),
             heard: Instant::now(),
@@ -263,7 +280,13 @@ impl<'a> JobRun<'a> {
             }
             let every = self.job.spec.optimizer_state_every;
             let with_optimizer_state = every > 0 && batch.version.next().0 % every == 0;
-            let done = self.trainer.step(samples_of(&batch), with_optimizer_state);
+            let spec = &self.job.spec;
+            let done_steps = self.desk.with_ledger(|l| l.job().steps).unwrap_or_default();
+            let done = self.trainer.step(StepInput {
+                samples: samples_of(&batch, &spec.trainer.algorithm),
+                learning_rate: spec.trainer.learning_rate * spec.trainer.schedule.factor(done_steps, spec.steps),
+                with_optimizer_state,
+            });
             let collect_ms = millis(self.collecting_since);
             self.training = Some(Training { batch, with_optimizer_state, done, collect_ms, since: Instant::now() });
         }
@@ -287,7 +310,10 @@ impl<'a> JobRun<'a> {
             ),
         });
         if let Some(said) = said {
-            self.desk.doing(said);
+            self.desk.doing(match &self.alarm {
+                Some(alarm) => format!("{said}; {alarm}"),
+                None => said,
+            });
         }
     }
 
@@ -310,6 +336,15 @@ impl<'a> JobRun<'a> {
         let version = t.batch.version.next();
         let consumed = t.batch.consumed();
         let mut metrics = metrics_of(&t.batch, &stepped.report);
+        if metrics.trained_tokens > 0 {
+            metrics.mismatch_alarm = self.mismatch.observe(metrics.mismatch_kl);
+            self.alarm = metrics.mismatch_alarm.map(|alarm| {
+                let limit = self.job.spec.trainer.mismatch_kl_alarm;
+                let (kl, what) = (metrics.mismatch_kl, if alarm == MismatchAlarm::Rising { "rising" } else { "too high" });
+                tracing::warn!(model = %self.desk.model, version = version.0, kl, limit, "mismatch of sampler and trainer is {what}");
+                format!("mismatch KL {what}: {kl:.2e}, limit {limit}")
+            });
+        }
         metrics.collect_ms = t.collect_ms;
         metrics.train_ms = train_ms;
         metrics.replicate_ms = millis(replicating);
@@ -326,7 +361,21 @@ impl<'a> JobRun<'a> {
             at: (context.clock)(),
             metrics,
         };
+        let m = &step.metrics;
+        let facts = format!(
+            "reward {:.3?}, loss {:.4}, gradient {:.3}, mismatch KL {:.2e}, entropy {:.3}, clipped {:.1} %, masked {:.1} %, \
+             staleness {:.2}",
+            m.reward.values().collect::<Vec<_>>(),
+            m.loss,
+            m.grad_norm,
+            m.mismatch_kl,
+            m.entropy,
+            100.0 * m.clip_fraction,
+            100.0 * m.masked_fraction,
+            m.staleness_mean
+        );
         self.propose(ControlEntry::StepCommitted(Box::new(step))).await?;
+        tracing::info!(model = %self.desk.model, version = version.0, "step committed: {facts}");
         self.weights = weights;
         self.desk.with_ledger(|l| l.handle_committed(version, &consumed));
         self.collecting_since = Instant::now();
@@ -384,30 +433,6 @@ impl<'a> JobRun<'a> {
 
 fn millis(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
-}
-
-fn metrics_of(batch: &TrainingBatch, r: &StepReport) -> StepMetrics {
-    let mut sums: BTreeMap<String, (f64, u64)> = BTreeMap::new();
-    let mut staleness_max = 0;
-    for r in batch.groups.iter().flat_map(|g| &g.rollouts) {
-        let e = sums.entry(r.rollout.task.set.clone()).or_default();
-        e.0 += f64::from(r.rollout.reward);
-        e.1 += 1;
-        staleness_max = staleness_max.max(batch.version.0.saturating_sub(r.oldest_version.0));
-    }
-    StepMetrics {
-        reward: sums.iter().map(|(k, (s, n))| (k.clone(), s / (*n as f64))).collect(),
-        episodes: sums.into_iter().map(|(k, (_, n))| (k, n)).collect(),
-        groups_uninformative: batch.groups.iter().filter(|g| g.advantages.is_none()).count() as u64,
-        trained_tokens: r.trained_tokens,
-        loss: r.loss,
-        grad_norm: r.grad_norm,
-        clip_fraction: r.clip_fraction,
-        mismatch_kl: r.approx_kl,
-        entropy: r.entropy,
-        staleness_max,
-        ..StepMetrics::default()
-    }
 }
 
 async fn load_tasks(desk: &Desk, manifest: &Manifest) -> Result<Vec<Task>, String> {

@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 #![allow(clippy::large_futures, reason = "a test runs one node a task; the stack is large enough")]
 
-use starling_core::compute::{Compute, Engine, StepTrainer};
+use starling_core::compute::{Compute, Engine, StepTrainer, TrainerStart};
 use starling_core::consensus::GroupConfig;
 use starling_core::maintenance::MaintenanceConfig;
 use starling_core::membership::MembershipConfig;
@@ -63,13 +63,7 @@ impl Compute for NoCompute {
     fn start_engine(&self, _: &[u8], _: &[u8], _: PolicyVersion) -> Result<Arc<dyn Engine>, String> {
         Err("no device in this test".into())
     }
-    fn start_trainer(
-        &self,
-        _: &[u8],
-        _: Vec<u8>,
-        _: Option<Vec<u8>>,
-        _: &TrainerSpec,
-    ) -> Result<Box<dyn StepTrainer>, String> {
+    fn start_trainer(&self, _: &[u8], _: TrainerStart, _: &TrainerSpec) -> Result<Box<dyn StepTrainer>, String> {
         Err("no device in this test".into())
     }
 }
