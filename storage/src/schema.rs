@@ -6,8 +6,8 @@
 use starling_protocol::ids::NAME_LEN_BYTES_MAX;
 use starling_protocol::{Hash, JobId, ModelName, PolicyVersion, RolloutId};
 
-/// Version of the layout on disk: 2 since `blob_index` and `quarantine`.
-pub const FORMAT_VERSION: u32 = 2;
+/// Version of the layout on disk: 2 since `blob_index` and `quarantine`, 3 since a step's row names its entry's term.
+pub const FORMAT_VERSION: u32 = 3;
 
 /// Key of the format version in `Meta`.
 pub const FORMAT_KEY: &[u8] = b"format_version";
