@@ -137,7 +137,7 @@ mod tests {
         assert_eq!(split_job_rollout_key(&key), Some((JobId([0xaa; 16]), Hash([0xbb; 32]))));
         assert_eq!(split_job_rollout_key(&key[1..]), None);
         assert_eq!(hex(&quarantine_key("blobs", &[7, 8])), "05626c6f62730708");
-        assert_eq!((FORMAT_VERSION, FORMAT_KEY), (2, b"format_version".as_slice()));
+        assert_eq!((FORMAT_VERSION, FORMAT_KEY), (3, b"format_version".as_slice()));
     }
 
     #[test]

@@ -16,7 +16,8 @@ pub struct GroupConfig {
     /// How often a leader without entries to send shows that it is there. A message must be answered within three
     /// quarters of it. Default 250 ms.
     pub heartbeat: Duration,
-    /// Shortest election timeout. A node with the better device gets a shorter one. Default 1 s.
+    /// Shortest election timeout, counted from the end of the last leader's lease. The voter with the best device does not
+    /// wait for it: it stands a heartbeat after that end. Default 1 s.
     pub election_timeout_min: Duration,
     /// Longest election timeout; also how long a leader may act without its quorum. Default 2 s.
     pub election_timeout_max: Duration,
@@ -35,6 +36,9 @@ pub struct GroupConfig {
     /// How long a member must have been dead without a break before the leader gives its place away: longer than a
     /// restart or a move between two networks takes. Default 60 s.
     pub remove_after: Duration,
+    /// How long a voter must have been alive without a break before leadership moves to it for its device's sake. Default
+    /// 10 s: a node whose connection comes and goes is noticed within 3 s each time, so it never gets there.
+    pub transfer_after: Duration,
     /// Whether this node votes but never leads.
     pub witness: bool,
 }
@@ -52,6 +56,7 @@ impl Default for GroupConfig {
             autopilot_every: Duration::from_secs(1),
             add_after: Duration::from_secs(2),
             remove_after: Duration::from_secs(60),
+            transfer_after: Duration::from_secs(10),
             witness: false,
         }
     }

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use openraft::{Instant as _, ServerState};
-use starling_protocol::record::Role;
+use starling_protocol::record::Fitness;
 use starling_protocol::{NodeId, Term};
 use tokio::time::{Instant, sleep};
 
@@ -15,6 +16,8 @@ use super::view::LeaderView;
 use crate::runtime::blocking;
 use crate::watch::lock;
 
+/// Why a node does not lead whose device cannot hold the trainer.
+const TOO_SMALL: &str = "its device has too little memory for weights, gradients and optimizer moments";
 /// Why a witness never leads.
 pub(super) const WITNESS: &str = "it is a witness";
 /// How often a disk that failed is tried again; it must take writes once before this node stands again.
@@ -40,7 +43,7 @@ impl Groups {
         let mut leaderless_since = Instant::now();
         // Often enough that `is_self` falls well before another node can have been elected.
         let tick = self.config.heartbeat.min(self.config.election_timeout_min / 4);
-        let (mut nudged, mut turn) = (Instant::now(), 0_usize);
+        let (mut nudged, mut turn, mut stood) = (Instant::now(), 0_usize, Instant::now());
         loop {
             let alive = tokio::select! {
                 biased;
@@ -66,7 +69,12 @@ impl Groups {
             } else if view.wait.is_none() && now - leaderless_since >= self.config.patience() {
                 view.wait = Some(self.why_no_quorum(&group));
             }
+            lock(&group.reigns).note(self.started.elapsed(), view.leader, group.state.get().version);
+            let leaderless = view.leader.is_none();
             group.publish(view);
+            if leaderless {
+                self.stand_first(&group, &mut stood).await;
+            }
             if now - nudged < self.config.election_timeout_max {
                 continue;
             }
@@ -74,7 +82,7 @@ impl Groups {
             if m.state == ServerState::Leader && lock(&group.unfit).is_some() {
                 turn = turn.wrapping_add(1);
                 self.hand_over(&group, turn).await;
-            } else if lock(&group.unfit).is_some() {
+            } else if lock(&group.unfit).is_some() || self.is_draining() {
                 self.help_out(&group, now - leaderless_since).await;
             }
         }
@@ -87,12 +95,18 @@ impl Groups {
     fn judge_fitness(&self, group: &Group) {
         let unfit = if self.config.witness {
             Some(WITNESS.to_owned())
+        } else if self.fitness(&group.model) == Fitness::TooSmall {
+            Some(TOO_SMALL.to_owned())
         } else {
             self.store.failing().map(|why| format!("its disk does not take writes: {why}"))
         };
         let before = std::mem::replace(&mut *lock(&group.unfit), unfit.clone());
+        // A node that drains goes on with what it leads until it is handed over, and does not stand again.
+        let stands = unfit.is_none() && !self.is_draining();
+        if group.stands.swap(stands, Ordering::Relaxed) != stands {
+            group.raft.runtime_config().elect(stands);
+        }
         if before != unfit {
-            group.raft.runtime_config().elect(unfit.is_none());
             match unfit {
                 Some(why) => tracing::warn!(model = %group.model, why, "this node does not stand for election"),
                 None => tracing::info!(model = %group.model, "this node stands for election again"),
@@ -163,11 +177,7 @@ impl Groups {
     async fn hand_over(&self, group: &Group, turn: usize) {
         let m = group.metrics();
         let heirs = m.replication.iter().flatten().filter(|(n, _)| {
-            let server = self.membership.record(**n).is_none_or(|r| r.has(Role::Server));
-            **n != self.node
-                && server
-                && self.membership.is_live(**n)
-                && m.membership_config.voter_ids().any(|v| v == **n)
+            **n != self.node && self.may_lead(**n, &group.model) && m.membership_config.voter_ids().any(|v| v == **n)
         });
         // All that are complete are equally good; in turns, so that one that refuses is not the only one asked.
         let mut heirs: Vec<_> = heirs.map(|(n, matched)| (*matched, *n)).collect();

@@ -1,6 +1,6 @@
 //! Devices that sample at a steady pace what their request determines, and do as the test says.
 
-use starling_core::compute::{Compute, Engine, StepTrainer, Stepped};
+use starling_core::compute::{Compute, Engine, StepTrainer, Stepped, TrainingMemory};
 use starling_core::runtime::spawn;
 use starling_engine::{EngineError, FinishReason, GenerateRequest, Sample, SampledToken, SamplingParams, TokenSink};
 use starling_protocol::job::TrainerSpec;
@@ -57,6 +57,9 @@ impl Compute for FakeCompute {
         _: &TrainerSpec,
     ) -> Result<Box<dyn StepTrainer>, String> {
         Ok(Box::new(NoTrainer(Mutex::default())))
+    }
+    fn training_memory(&self, _: &[u8]) -> Result<TrainingMemory, String> {
+        Err("no device in this test".into())
     }
 }
 
