@@ -149,7 +149,8 @@ pub enum NodeCommand {
     List,
     /// Hand what the running node holds to others; returns when it may be stopped.
     ///
-    /// It takes no new claims, generations, rollouts or weights from then on. Refused when no other node can take over.
+    /// It takes no new claims, generations, rollouts or weights from then on, commits the step that it trains, and gives
+    /// its leadership and its votes to others. Refused when no other node can take over.
     #[command(after_help = "Example:\n  starling node drain --data ~/.starling")]
     Drain,
 }

@@ -242,6 +242,7 @@ fn core_config(settings: &RunSettings, mesh: &Mesh) -> CoreConfig {
                 nice: COMPUTE_NICE,
             },
             trainer: TrainerOptions { threads: settings.threads, nice: COMPUTE_NICE, micro_batch_tokens: 8192 },
+            memory_free_bytes: Some(system.available_memory()),
         }),
         seed: rand::random(),
         clock: Arc::new(wall_clock),

@@ -45,6 +45,35 @@ pub struct HostedModel {
     pub version: PolicyVersion,
     /// Sequences running and waiting.
     pub queue: u32,
+    /// What the server's device is worth for training it.
+    pub fitness: Fitness,
+}
+
+/// What a device is worth for training a model, as its own node measured it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fitness {
+    /// Not measured yet, or the measurement failed.
+    #[default]
+    Unknown,
+    /// The device's memory does not hold weights, gradients and moments: such a node votes and does not lead.
+    TooSmall,
+    /// It trains.
+    Trains {
+        /// Tokens a second, forward, backward and optimizer step, over a short batch that is the same on all nodes.
+        tokens_per_s: u32,
+    },
+}
+
+impl Fitness {
+    /// Tokens a second, if they were measured.
+    #[must_use]
+    pub fn tokens_per_s(self) -> Option<u32> {
+        match self {
+            Self::Trains { tokens_per_s } => Some(tokens_per_s),
+            Self::Unknown | Self::TooSmall => None,
+        }
+    }
 }
 
 /// Whether a holder takes what others ask it to hold. Whatever it says, it serves what it has.

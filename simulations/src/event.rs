@@ -61,6 +61,8 @@ pub enum Event {
         version: PolicyVersion,
         /// Its term.
         term: Term,
+        /// Term of the log entry that committed it.
+        logged: Term,
         /// Hash of the weights.
         weights: Hash,
         /// Nodes that held them when it was proposed.

@@ -136,8 +136,8 @@ fn outcome(scenario: String, seed: u64, ended: Ended) -> Outcome {
         && let Some(audit) = ended.audit.filter(|a| !a.is_clean())
     {
         let conflict = format!(
-            "lost {:?}, consumed twice {:?}, forked versions {:?}",
-            audit.lost, audit.consumed_twice, audit.forked_versions
+            "lost {:?}, consumed twice {:?}, forked versions {:?}, of deposed leaders {:?}",
+            audit.lost, audit.consumed_twice, audit.forked_versions, audit.deposed
         );
         let at_s = ended.virtual_time.as_secs_f64();
         violations.push(Violation { invariant: "the audit of all disks", at_s, event: events, conflict });

@@ -16,8 +16,7 @@ const SEEDS_MAX: u64 = 200;
 /// The two scenarios that are not in the library are made for their bug.
 const CASES: [(Bug, &str, &str); 10] = [
     (Bug::AcknowledgeBeforePersist, "calm", "I4"),
-    // The new leader trains on from a version that is not the newest any more: nothing of it is committed again.
-    (Bug::SkipFencing, CUT_WHILE_TRAINING, "I7"),
+    (Bug::SkipFencing, CUT_WHILE_TRAINING, "I6"),
     (Bug::ConsumeBeforeCommit, "calm", "I3"),
     (Bug::ForgetHolder, "calm", "I4"),
     (Bug::CountTimelines, "calm", "whole groups"),

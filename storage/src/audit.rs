@@ -7,7 +7,7 @@ use crate::acknowledged::all_acknowledged;
 use crate::error::StoreError;
 use crate::rollouts::get_rollout;
 use crate::schema::{hash_at_end, hex, successor};
-use crate::steps::all_steps;
+use crate::steps::{StoredStep, all_steps};
 use crate::store::{Family, SharedStore, Store};
 use starling_protocol::control::StepCommitted;
 use starling_protocol::{Hash, ModelName, PolicyVersion, RolloutId};
@@ -29,9 +29,9 @@ pub struct CorruptValue {
     pub reason: String,
 }
 
-/// Two stores with different steps to one version of one model.
+/// A version of a model whose step breaks a promise.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct ForkedVersion {
+pub struct ModelVersion {
     /// The model.
     pub model: ModelName,
     /// The version.
@@ -57,7 +57,9 @@ pub struct AuditReport {
     /// Steps, each model and version once.
     pub steps: usize,
     /// Versions with more than one step. Must be empty, unless a new generation was opened.
-    pub forked_versions: Vec<ForkedVersion>,
+    pub forked_versions: Vec<ModelVersion>,
+    /// Steps that stand in a log entry of another term than their own: a deposed leader's. Must be empty (I6).
+    pub deposed: Vec<ModelVersion>,
     /// Copies and rows that are not what was written; another store may have a good one.
     pub corrupt: Vec<CorruptValue>,
 }
@@ -66,7 +68,10 @@ impl AuditReport {
     /// Whether every promise held. Corrupt copies that were detected do not break one.
     #[must_use]
     pub fn is_clean(&self) -> bool {
-        self.lost.is_empty() && self.consumed_twice.is_empty() && self.forked_versions.is_empty()
+        self.lost.is_empty()
+            && self.consumed_twice.is_empty()
+            && self.forked_versions.is_empty()
+            && self.deposed.is_empty()
     }
 }
 
@@ -90,13 +95,19 @@ pub fn audit(
             held.insert(id);
         })?;
         hash_all(at, store, Family::Blobs, &mut report.corrupt, |_| {})?;
-        for (model, step) in tolerate(at, all_steps(store), &mut report.corrupt)?.unwrap_or_default() {
+        for (model, row) in tolerate(at, all_steps(store), &mut report.corrupt)?.unwrap_or_default() {
+            let StoredStep { step, logged } = row;
+            if step.term != logged {
+                report.deposed.push(ModelVersion { model: model.clone(), version: step.version });
+            }
             let variants = steps.entry((model, step.version)).or_default();
             if !variants.contains(&step) {
                 variants.push(step);
             }
         }
     }
+    report.deposed.sort_unstable();
+    report.deposed.dedup();
     report.acknowledged = promised.len();
     report.held = held.len();
     report.steps = steps.len();
@@ -123,7 +134,7 @@ fn audit_steps(
     let mut uses: BTreeMap<RolloutId, Vec<(ModelName, PolicyVersion)>> = BTreeMap::new();
     for ((model, version), variants) in steps {
         if variants.len() > 1 {
-            report.forked_versions.push(ForkedVersion { model: model.clone(), version: *version });
+            report.forked_versions.push(ModelVersion { model: model.clone(), version: *version });
         }
         // Variants of one step may well agree on a rollout: the most uses in any of them count.
         let mut most: BTreeMap<RolloutId, usize> = BTreeMap::new();

@@ -374,7 +374,7 @@ fn some_rollouts(store: &dyn Store) -> Vec<(JobId, RolloutId)> {
     for (version, at) in [(1, 0), (2, 5)] {
         let consumed = vec![all[at].1, all[at + 1].1];
         mark_consumed(&mut batch, consumed.clone(), PolicyVersion(version));
-        put_step(&mut batch, &name("m"), &example_step(version, consumed));
+        put_step(&mut batch, &name("m"), &example_step(version, consumed), Term(1));
     }
     store.write(batch, Synced).unwrap();
     all
@@ -472,9 +472,9 @@ fn steps_are_ordered_by_version_and_model(store: SharedStore) {
     assert_eq!(newest(&store, &a).unwrap(), None);
     let mut batch = Batch::new();
     for version in [300, 1, 2, 256] {
-        put_step(&mut batch, &a, &example_step(version, vec![]));
+        put_step(&mut batch, &a, &example_step(version, vec![]), Term(1));
     }
-    put_step(&mut batch, &ab, &example_step(999, vec![Hash([1; 32])]));
+    put_step(&mut batch, &ab, &example_step(999, vec![Hash([1; 32])]), Term(1));
     store.write(batch, Synced).unwrap();
     let versions = |m| steps(&store, m).unwrap().iter().map(|s| s.version.0).collect::<Vec<_>>();
     assert_eq!(versions(&a), [1, 2, 256, 300]);
@@ -564,13 +564,14 @@ fn audit_finds_each_planted_fault(store: SharedStore) {
 
     let (m, n) = (name("m"), name("n"));
     let mut batch = Batch::new();
-    put_step(&mut batch, &m, &example_step(1, ids[0..3].to_vec()));
-    put_step(&mut batch, &m, &example_step(2, vec![ids[3], ids[4], ids[3]]));
+    put_step(&mut batch, &m, &example_step(1, ids[0..3].to_vec()), Term(1));
+    put_step(&mut batch, &m, &example_step(2, vec![ids[3], ids[4], ids[3]]), Term(1));
     store.write(batch, Synced).unwrap();
     let mut batch = Batch::new();
-    put_step(&mut batch, &m, &example_step(1, ids[0..3].to_vec()));
-    put_step(&mut batch, &m, &example_step(2, vec![ids[4], ids[5]]));
-    put_step(&mut batch, &n, &example_step(1, vec![ids[0]]));
+    put_step(&mut batch, &m, &example_step(1, ids[0..3].to_vec()), Term(1));
+    put_step(&mut batch, &m, &example_step(2, vec![ids[4], ids[5]]), Term(1));
+    // A step of term 1 in an entry of term 2.
+    put_step(&mut batch, &n, &example_step(1, vec![ids[0]]), Term(2));
     second.write(batch, Synced).unwrap();
 
     let report = audit(&[store.clone(), second], [ids[11], ids[0]]).unwrap();
@@ -580,7 +581,8 @@ fn audit_finds_each_planted_fault(store: SharedStore) {
     assert_eq!((report.steps, report.consumed), (3, 6));
     let v = |model: &ModelName, version| (model.clone(), PolicyVersion(version));
     assert_eq!(report.consumed_twice, [(ids[0], vec![v(&m, 1), v(&n, 1)]), (ids[3], vec![v(&m, 2), v(&m, 2)])]);
-    assert_eq!(report.forked_versions, [audit::ForkedVersion { model: m, version: PolicyVersion(2) }]);
+    assert_eq!(report.forked_versions, [audit::ModelVersion { model: m, version: PolicyVersion(2) }]);
+    assert_eq!(report.deposed, [audit::ModelVersion { model: n, version: PolicyVersion(1) }]);
     let corrupt: Vec<_> = report.corrupt.iter().map(|c| (c.store, c.family, c.key.clone())).collect();
     assert_eq!(corrupt, [9, 10].map(|i| (0, Family::Rollouts, ids[i].to_string())));
     assert!(!report.is_clean());
@@ -594,7 +596,7 @@ fn audit_of_a_healthy_store_is_clean(store: SharedStore) {
     acknowledge(&store, &ids);
     for (chunk, version) in ids.chunks(8).zip(1..) {
         let mut batch = Batch::new();
-        put_step(&mut batch, &name("m"), &example_step(version, chunk.to_vec()));
+        put_step(&mut batch, &name("m"), &example_step(version, chunk.to_vec()), Term(1));
         mark_consumed(&mut batch, chunk.iter().copied(), PolicyVersion(version));
         store.write(batch, Synced).unwrap();
     }

@@ -58,6 +58,7 @@ impl StoresReport {
         ensure!(a.lost.is_empty(), "acknowledged and lost: {:?}", a.lost);
         ensure!(a.consumed_twice.is_empty(), "consumed twice: {:?}", a.consumed_twice);
         ensure!(a.forked_versions.is_empty(), "forked versions: {:?}", a.forked_versions);
+        ensure!(a.deposed.is_empty(), "steps of deposed leaders: {:?}", a.deposed);
         ensure!(a.corrupt.is_empty(), "corrupt: {:?}", a.corrupt);
         let mut term = 0;
         for (expected, (version, step)) in (1..).zip(&self.steps) {

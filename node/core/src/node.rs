@@ -393,9 +393,11 @@ impl NodeCore {
             if let Some(bytes) = self.maintenance.headroom_bytes() {
                 record.storage_free_bytes = bytes;
             }
+            let hosted = self.hosting.list();
+            hosted.iter().for_each(|h| self.groups.set_fitness(&h.model, h.fitness));
             // Gateways send turns to whom says that it serves.
             let draining = record.intake == Intake::Draining;
-            record.models = if draining { Vec::new() } else { self.hosting.list() };
+            record.models = if draining { Vec::new() } else { hosted };
             record.addresses = self.transport.addresses();
             record.sequence = record.sequence.max((self.context.clock)().0) + 1;
             record.clone()
@@ -560,6 +562,7 @@ impl NodeCore {
             "term": view.term,
             "leader": view.leader,
             "is_leader": view.is_self,
+            "fitness": self.groups.fitness(model),
             "wait": view.wait,
             "voters": self.groups.voters(model),
             "weights": state.weights,

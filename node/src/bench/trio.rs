@@ -158,6 +158,7 @@ fn core_config(node: NodeId, role: Role) -> CoreConfig {
             device: Device::Cpu,
             inference: InferenceOptions::default(),
             trainer: TrainerOptions { threads: 1, nice: 0, micro_batch_tokens: 1024 },
+            memory_free_bytes: None,
         }),
         seed: rand::random(),
         clock: Arc::new(wall_clock),

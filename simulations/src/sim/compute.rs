@@ -6,7 +6,7 @@
 use super::recorder::Recorder;
 use crate::event::{Event, NodeIx};
 use crate::scenario::Device;
-use starling_core::compute::{Compute, Engine, StepInput, StepTrainer, Stepped, TrainerStart};
+use starling_core::compute::{Compute, Engine, StepInput, StepTrainer, Stepped, TrainerStart, TrainingMemory};
 use starling_core::runtime::spawn;
 use starling_engine::{EngineError, FinishReason, GenerateRequest, SampledToken, StepReport, TokenSink};
 use starling_protocol::job::TrainerSpec;
@@ -21,6 +21,8 @@ use tokio::time::sleep;
 const QUEUE_MAX: usize = 1024;
 /// Ids of tokens.
 const VOCABULARY: u32 = 256;
+/// Memory that a trainer is said to take.
+const TRAINER_GIB: u64 = 4;
 /// Tokens that come together when they come faster than the clock ticks.
 const BURST_MAX: u32 = 8;
 
@@ -87,6 +89,12 @@ impl Compute for SimCompute {
         };
         let inner = Arc::new(Mutex::new(TrainerState { weights, steps }));
         Ok(Box::new(SimTrainer { compute: self.clone(), inner }))
+    }
+
+    fn training_memory(&self, config: &[u8]) -> Result<TrainingMemory, String> {
+        model_of(config)?;
+        let gib = |n: u64| n << 30;
+        Ok(TrainingMemory { needed_bytes: gib(TRAINER_GIB), free_bytes: Some(gib(self.device.memory_gib)) })
     }
 }
 

@@ -2,16 +2,12 @@
 
 use super::recorder::Recorder;
 use crate::event::{Event, NodeIx};
-use starling_protocol::codec::decode;
-use starling_protocol::control::StepCommitted;
 use starling_protocol::{PolicyVersion, RolloutId};
 use starling_storage::schema::{hash_at_end, split_numbered_key};
+use starling_storage::steps::StoredStep;
 use starling_storage::{Batch, Durability, Family, KeyValue, MemoryStore, Op, Store, StoreError};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-
-/// As `starling_storage` bounds it.
-const STEP_LEN_BYTES_MAX: usize = 16 << 20;
 
 /// See the module's text. It outlives its node's processes.
 pub(crate) struct SimDisk {
@@ -92,13 +88,14 @@ impl SimDisk {
     }
 
     fn tell_step(&self, key: &[u8], value: &[u8]) {
-        let step = decode::<StepCommitted>("step", value, STEP_LEN_BYTES_MAX);
-        let (Some((model, _)), Ok(step)) = (split_numbered_key(key), step) else { return };
+        let (Some((model, _)), Ok(row)) = (split_numbered_key(key), StoredStep::from_row(value)) else { return };
+        let StoredStep { step, logged } = row;
         self.recorder.record(Event::Applied {
             node: self.node,
             model,
             version: step.version,
             term: step.term,
+            logged,
             weights: step.weights.hash,
             holders: self.recorder.indices(&step.holders),
             consumed: step.consumed,

@@ -5,7 +5,7 @@
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use starling_protocol::{Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId};
+use starling_protocol::{Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term};
 use starling_storage::acknowledged::record_acknowledged;
 use starling_storage::blobs::{delete_blobs, put_blob, put_manifest_bytes, put_unsettled_blobs, settle_blobs};
 use starling_storage::consumed::mark_consumed;
@@ -52,7 +52,7 @@ pub(crate) fn perform(store: &SharedStore, seed: u64, i: u64) {
             let ids = list_unconsumed(store, JOB, None, rng.random_range(1..=4)).unwrap();
             let version = steps(store, log.group()).unwrap().last().map_or(1, |s| s.version.0 + 1);
             let mut batch = Batch::new();
-            put_step(&mut batch, log.group(), &example_step(version, ids.clone()));
+            put_step(&mut batch, log.group(), &example_step(version, ids.clone()), Term(1));
             mark_consumed(&mut batch, ids, PolicyVersion(version));
             log.put_meta_in(&mut batch, RaftMeta::AppliedState, &version.to_be_bytes());
             store.write(batch, Durability::Buffered).unwrap();

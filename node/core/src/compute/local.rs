@@ -1,7 +1,7 @@
 //! The node's own device, through `starling-engine`. Optimizer steps run on a thread of their own, never on the async
 //! runtime.
 
-use super::{Compute, Engine, StepInput, StepTrainer, Stepped, TrainerStart};
+use super::{Compute, Engine, StepInput, StepTrainer, Stepped, TrainerStart, TrainingMemory};
 use candle_core::Device;
 use starling_engine::{
     EngineError, GenerateRequest, InferenceEngine, InferenceOptions, LlamaConfig, StepReport, TokenSink, Trainer,
@@ -22,6 +22,8 @@ pub struct LocalCompute {
     pub inference: InferenceOptions,
     /// Trainers.
     pub trainer: TrainerOptions,
+    /// Memory of the device that was free when the node started, in bytes; `None` when it is not known.
+    pub memory_free_bytes: Option<u64>,
 }
 
 /// Threads and memory of the trainer.
@@ -55,6 +57,23 @@ impl Compute for LocalCompute {
         let thread = TrainerThread::spawn(config, start, spec, options, self.device.clone())?;
         Ok(Box::new(thread))
     }
+
+    fn training_memory(&self, config: &[u8]) -> Result<TrainingMemory, String> {
+        let config = LlamaConfig::from_json(config).map_err(|e| format!("config.json: {e}"))?;
+        let needed_bytes = trainer_bytes(&config, self.trainer.micro_batch_tokens, !self.device.is_cpu());
+        Ok(TrainingMemory { needed_bytes, free_bytes: self.memory_free_bytes })
+    }
+}
+
+/// Bytes that a trainer takes beside a serving engine, all in f32: weights, gradients and two moments for each parameter,
+/// the new weights on their way out, and the engine's own copy; and of one pass of `tokens` what a layer keeps for its
+/// backward (its input, normed, queries, keys, values, attention's output, and three of the feed-forward's width) and,
+/// where they are not computed a few rows at a time, the logits with their gradient.
+fn trainer_bytes(config: &LlamaConfig, tokens: usize, whole_logits: bool) -> u64 {
+    let per_layer = 6 * config.hidden_size + 3 * config.intermediate_size;
+    let logits = if whole_logits { 2 * config.vocab_size } else { 0 };
+    let activations = tokens as u64 * (config.num_hidden_layers * per_layer + logits) as u64;
+    4 * (6 * config.parameter_count() + activations)
 }
 
 struct LocalEngine {

@@ -4,6 +4,7 @@
 //! one whose work takes virtual time.
 
 mod local;
+mod measure;
 
 use starling_engine::{EngineError, GenerateRequest, Sample, StepReport, TokenSink};
 use starling_protocol::PolicyVersion;
@@ -12,6 +13,7 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 
 pub use local::{LocalCompute, TrainerOptions};
+pub(crate) use measure::measure;
 
 /// A node's devices.
 pub trait Compute: Send + Sync + 'static {
@@ -32,6 +34,29 @@ pub trait Compute: Send + Sync + 'static {
         start: TrainerStart,
         spec: &TrainerSpec,
     ) -> Result<Box<dyn StepTrainer>, String>;
+
+    /// What a trainer of this model would take of the device's memory, and what there was when the node started. Cheap.
+    ///
+    /// # Errors
+    /// In words: what is wrong with the configuration.
+    fn training_memory(&self, config: &[u8]) -> Result<TrainingMemory, String>;
+}
+
+/// Memory of a device against what a trainer takes of it, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TrainingMemory {
+    /// Weights, gradients and moments, activations of one pass, and the copy that is served meanwhile.
+    pub needed_bytes: u64,
+    /// Free when the node started; `None` when that is not known, or nothing limits it.
+    pub free_bytes: Option<u64>,
+}
+
+impl TrainingMemory {
+    /// Whether the device holds it.
+    #[must_use]
+    pub fn fits(&self) -> bool {
+        self.free_bytes.is_none_or(|free| self.needed_bytes <= free)
+    }
 }
 
 /// Where a trainer starts from; safetensors all.

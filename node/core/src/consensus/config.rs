@@ -36,6 +36,9 @@ pub struct GroupConfig {
     /// How long a member must have been dead without a break before the leader gives its place away: longer than a
     /// restart or a move between two networks takes. Default 60 s.
     pub remove_after: Duration,
+    /// How long a voter must have been alive without a break before leadership moves to it for its device's sake. Default
+    /// 10 s: a node whose connection comes and goes is noticed within 3 s each time, so it never gets there.
+    pub transfer_after: Duration,
     /// Whether this node votes but never leads.
     pub witness: bool,
 }
@@ -53,6 +56,7 @@ impl Default for GroupConfig {
             autopilot_every: Duration::from_secs(1),
             add_after: Duration::from_secs(2),
             remove_after: Duration::from_secs(60),
+            transfer_after: Duration::from_secs(10),
             witness: false,
         }
     }

@@ -6,7 +6,7 @@ use serde::{Serialize, de::DeserializeOwned};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{ModelState, StepCommitted};
 use starling_protocol::planted::{self, Bug};
-use starling_protocol::{ModelName, NodeId, PolicyVersion, RolloutId};
+use starling_protocol::{ModelName, NodeId, PolicyVersion, RolloutId, Term};
 use starling_storage::schema::raft_meta_key;
 use starling_storage::{Batch, Durability, Family, RaftLog, RaftMeta, SharedStore, StoreError, consumed, steps};
 
@@ -163,12 +163,12 @@ impl Disk {
         Ok(())
     }
 
-    /// Writes the state and what the applied `steps` add to it, together. Not synced: after a power failure the
+    /// Writes the state and what the applied `steps`, each with its entry's term, add to it, together. Not synced: after a power failure the
     /// entries are in the log and are applied again.
-    pub(super) fn save_applied(&self, mut applied: AppliedState, steps: &[StepCommitted]) -> io::Result<()> {
+    pub(super) fn save_applied(&self, mut applied: AppliedState, steps: &[(StepCommitted, Term)]) -> io::Result<()> {
         let mut batch = Batch::new();
-        for step in steps {
-            steps::put_step(&mut batch, self.group(), step);
+        for (step, logged) in steps {
+            steps::put_step(&mut batch, self.group(), step, *logged);
             self.put_consumed(&mut batch, step.version, &step.consumed);
         }
         applied.state.consumed = Default::default();

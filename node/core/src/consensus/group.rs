@@ -1,5 +1,6 @@
 //! One group on this node.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use openraft::RaftMetrics;
@@ -8,8 +9,10 @@ use starling_protocol::{ModelName, NodeId};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::autopilot::Sightings;
 use super::network::Incoming;
 use super::state_machine::StateMachine;
+use super::succession::Reigns;
 use super::type_config::TypeConfig;
 use super::view::LeaderView;
 use crate::watch::Sender;
@@ -27,6 +30,12 @@ pub(super) struct Group {
     pub(super) inviter: Mutex<Option<NodeId>>,
     /// Why this node must not lead, if it must not.
     pub(super) unfit: Mutex<Option<String>>,
+    /// Whether openraft was told that this node stands for election.
+    pub(super) stands: AtomicBool,
+    /// Who led, and for how long.
+    pub(super) reigns: Mutex<Reigns>,
+    /// Who has been there, and since when, while this node leads.
+    pub(super) sightings: Mutex<Sightings>,
     /// Ends what watches over this run of the group.
     pub(super) closed: CancellationToken,
     pub(super) model: ModelName,

@@ -1,6 +1,7 @@
 //! All groups that this node takes part in.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
@@ -9,6 +10,7 @@ use openraft::EmptyNode;
 use openraft::errors::{InitializeError, RaftError};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{Applied, ControlEntry, ModelState};
+use starling_protocol::record::Fitness;
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, LeaderCall, LeaderReply, Service};
 use starling_protocol::{ModelName, NodeId};
 use tokio::time::{Instant, sleep};
@@ -43,6 +45,11 @@ pub struct Groups {
     pub(super) groups: Mutex<BTreeMap<ModelName, Arc<Group>>>,
     /// Voters of each model, as the mesh announces them.
     pub(super) announced: Mutex<BTreeMap<ModelName, Vec<NodeId>>>,
+    /// What this node's device is worth for training each model.
+    pub(super) fitness: Mutex<BTreeMap<ModelName, Fitness>>,
+    pub(super) draining: AtomicBool,
+    /// Times without a date are counted from here.
+    pub(super) started: Instant,
     opening: tokio::sync::Mutex<()>,
     pub(super) shutdown: CancellationToken,
 }
@@ -75,6 +82,9 @@ impl Groups {
             scope: NodeScope::current().unwrap_or_else(|| NodeScope::new(seed)),
             groups: Mutex::new(BTreeMap::new()),
             announced: Mutex::new(BTreeMap::new()),
+            fitness: Mutex::default(),
+            draining: AtomicBool::new(false),
+            started: Instant::now(),
             opening: tokio::sync::Mutex::new(()),
             shutdown,
         });
@@ -171,6 +181,9 @@ impl Groups {
             heard: Mutex::new(None),
             inviter: Mutex::new(inviter),
             unfit: Mutex::new(self.config.witness.then(|| WITNESS.to_owned())),
+            stands: AtomicBool::new(!self.config.witness),
+            reigns: Mutex::default(),
+            sightings: Mutex::default(),
             closed: self.shutdown.child_token(),
             model: model.clone(),
             leadership,

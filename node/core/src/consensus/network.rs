@@ -6,6 +6,7 @@
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Mutex;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -268,8 +269,11 @@ impl Group {
             }
             RaftRequest::Vote(rpc) => RaftReply::Vote(self.raft.vote(rpc).await.map_err(|e| stopped(&e))?),
             RaftRequest::PreVote(rpc) => RaftReply::Vote(self.raft.pre_vote(rpc).await.map_err(|e| stopped(&e))?),
-            RaftRequest::Transfer(_) if lock(&self.unfit).is_some() => {
-                let why = lock(&self.unfit).clone().unwrap_or_default();
+            // Every voter hears of a transfer, and forgets its lease; only who is asked may refuse.
+            RaftRequest::Transfer(rpc)
+                if rpc.to_node_id() == self.raft.node_id() && !self.stands.load(Ordering::Relaxed) =>
+            {
+                let why = lock(&self.unfit).clone().unwrap_or_else(|| "it is leaving the mesh".to_owned());
                 return Err(InboundError::Unavailable(format!("this node does not lead: {why}")));
             }
             RaftRequest::Transfer(rpc) => {

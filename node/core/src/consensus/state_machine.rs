@@ -53,7 +53,7 @@ impl StateMachine {
     async fn finish(
         &mut self,
         batch: &mut Vec<(ApplyResponder<TypeConfig>, Applied)>,
-        steps: &mut Vec<StepCommitted>,
+        steps: &mut Vec<(StepCommitted, Term)>,
     ) -> io::Result<()> {
         let (applied, steps) = (self.applied(), std::mem::take(steps));
         self.disk.run(move |d| d.save_applied(applied, &steps)).await?;
@@ -93,7 +93,7 @@ impl RaftStateMachine<TypeConfig> for StateMachine {
                     // Copies the state once a batch, and of the consumed rollouts only the list of runs.
                     let answer = Arc::make_mut(&mut self.state).apply(term, &payload.0);
                     if let (Applied::Yes, ControlEntry::StepCommitted(step)) = (&answer, payload.0) {
-                        steps.push(*step);
+                        steps.push((*step, term));
                     }
                     answer
                 }

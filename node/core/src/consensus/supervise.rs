@@ -2,10 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use openraft::{Instant as _, ServerState};
-use starling_protocol::record::Role;
+use starling_protocol::record::Fitness;
 use starling_protocol::{NodeId, Term};
 use tokio::time::{Instant, sleep};
 
@@ -15,6 +16,8 @@ use super::view::LeaderView;
 use crate::runtime::blocking;
 use crate::watch::lock;
 
+/// Why a node does not lead whose device cannot hold the trainer.
+const TOO_SMALL: &str = "its device has too little memory for weights, gradients and optimizer moments";
 /// Why a witness never leads.
 pub(super) const WITNESS: &str = "it is a witness";
 /// How often a disk that failed is tried again; it must take writes once before this node stands again.
@@ -75,6 +78,7 @@ impl Groups {
             } else if view.wait.is_none() && now - leaderless_since >= self.config.patience() {
                 view.wait = Some(self.why_no_quorum(&group));
             }
+            lock(&group.reigns).note(self.started.elapsed(), view.leader, group.state.get().version);
             group.publish(view);
             if self.stands_at(&group, led, stood).is_some_and(|at| at <= now) {
                 stood = now;
@@ -88,7 +92,7 @@ impl Groups {
             if m.state == ServerState::Leader && lock(&group.unfit).is_some() {
                 turn = turn.wrapping_add(1);
                 self.hand_over(&group, turn).await;
-            } else if lock(&group.unfit).is_some() {
+            } else if lock(&group.unfit).is_some() || self.is_draining() {
                 self.help_out(&group, now - leaderless_since).await;
             }
         }
@@ -101,12 +105,18 @@ impl Groups {
     fn judge_fitness(&self, group: &Group) {
         let unfit = if self.config.witness {
             Some(WITNESS.to_owned())
+        } else if self.fitness(&group.model) == Fitness::TooSmall {
+            Some(TOO_SMALL.to_owned())
         } else {
             self.store.failing().map(|why| format!("its disk does not take writes: {why}"))
         };
         let before = std::mem::replace(&mut *lock(&group.unfit), unfit.clone());
+        // A node that drains goes on with what it leads until it is handed over, and does not stand again.
+        let stands = unfit.is_none() && !self.is_draining();
+        if group.stands.swap(stands, Ordering::Relaxed) != stands {
+            group.raft.runtime_config().elect(stands);
+        }
         if before != unfit {
-            group.raft.runtime_config().elect(unfit.is_none());
             match unfit {
                 Some(why) => tracing::warn!(model = %group.model, why, "this node does not stand for election"),
                 None => tracing::info!(model = %group.model, "this node stands for election again"),
@@ -115,7 +125,7 @@ impl Groups {
     }
 
     /// When this node asks for votes because it hears no leader, if it does: as soon as the lease of the one of term
-    /// `led` is over, but one member after the other, in the order of their ids, so that they do not split the votes.
+    /// `led` is over, but one member after the other, the best device first, so that they do not split the votes.
     /// `stood` is when it last asked.
     ///
     /// It asks by a pre-vote, which a quorum that still hears a leader refuses, and which binds nobody. openraft's own
@@ -123,13 +133,12 @@ impl Groups {
     fn stands_at(&self, group: &Group, led: Term, stood: Instant) -> Option<Instant> {
         let m = group.metrics();
         // In a newer term somebody stands already.
-        if m.state != ServerState::Follower || m.current_term != led.0 || lock(&group.unfit).is_some() {
+        if m.state != ServerState::Follower || m.current_term != led.0 || !group.stands.load(Ordering::Relaxed) {
             return None;
         }
-        let stands = |n: &NodeId| *n == self.node || self.membership.is_live(*n) && m.current_leader != Some(*n);
-        let voters: Vec<_> = m.membership_config.voter_ids().filter(stands).collect();
-        let turn = u32::try_from(voters.iter().position(|n| *n == self.node)?).ok()?;
-        let turns = u32::try_from(voters.len()).ok()?;
+        let order = self.standing_order(group);
+        let turn = u32::try_from(order.iter().position(|n| *n == self.node)?).ok()?;
+        let turns = u32::try_from(order.len()).ok()?;
         // The last heartbeat did not reach all at the same time.
         let first = (*lock(&group.heard))? + self.config.election_timeout_max + self.config.heartbeat / 4;
         // Half a heartbeat is enough for a round on links for which the heartbeat was chosen.
@@ -202,11 +211,7 @@ impl Groups {
     async fn hand_over(&self, group: &Group, turn: usize) {
         let m = group.metrics();
         let heirs = m.replication.iter().flatten().filter(|(n, _)| {
-            let server = self.membership.record(**n).is_none_or(|r| r.has(Role::Server));
-            **n != self.node
-                && server
-                && self.membership.is_live(**n)
-                && m.membership_config.voter_ids().any(|v| v == **n)
+            **n != self.node && self.may_lead(**n, &group.model) && m.membership_config.voter_ids().any(|v| v == **n)
         });
         // All that are complete are equally good; in turns, so that one that refuses is not the only one asked.
         let mut heirs: Vec<_> = heirs.map(|(n, matched)| (*matched, *n)).collect();

@@ -179,6 +179,17 @@ impl Desk {
         }
     }
 
+    /// Between two steps: gives leadership to a node that should have it; see [`Groups::hand_on`].
+    ///
+    /// # Errors
+    /// When another was asked: this term is over then.
+    pub(crate) async fn hand_on(&self, after_step: bool) -> Result<(), String> {
+        match self.context.groups.hand_on(&self.model, after_step).await {
+            None => Ok(()),
+            Some(to) => Err(format!("{} was asked to lead instead", to.short())),
+        }
+    }
+
     fn why_closed(&self) -> WaitReason {
         let state = self.context.groups.state(&self.model);
         let has_job = state.is_some_and(|s| s.borrow().running_job().is_some());

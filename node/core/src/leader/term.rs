@@ -17,7 +17,7 @@ use std::ops::ControlFlow;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::{Instant, MissedTickBehavior, timeout};
 
 /// How often leases are checked and holders asked for rollouts that no announcement brought.
 const BEAT: Duration = Duration::from_secs(1);
@@ -58,6 +58,7 @@ pub(super) async fn lead(desk: Arc<Desk>, mut intake: mpsc::Receiver<RolloutAnno
             if let Err(why) = ended {
                 desk.doing(format!("term {} paused: {why}", view.term));
                 tracing::warn!(model = %desk.model, term = view.term.0, %why, "the leader starts over");
+                let _asked = desk.hand_on(false).await;
             }
             tokio::time::sleep(RETRY).await;
             continue;
@@ -89,7 +90,10 @@ async fn run_term(
             Some(job) => JobRun::start(desk, term, &state, job.clone()).await?.run(intake).await?,
             None => {
                 desk.doing("no job: waiting for one");
-                states.changed().await.map_err(|_closed| "the group is closed")?;
+                match timeout(BEAT, states.changed()).await {
+                    Ok(changed) => changed.map_err(|_closed| "the group is closed")?,
+                    Err(_elapsed) => desk.hand_on(false).await?,
+                }
             }
         }
     }
@@ -236,6 +240,7 @@ impl<'a> JobRun<'a> {
                 stepped = trained => {
                     let training = self.training.take().ok_or("no step was running")?;
                     self.commit(training, stepped??).await?;
+                    self.desk.hand_on(true).await?;
                 }
                 n = intake.recv_many(&mut announced, INTAKE_BATCH) => {
                     if n == 0 { return Err("the node is shutting down".into()); }
@@ -244,18 +249,19 @@ impl<'a> JobRun<'a> {
                     announced.clear();
                 }
                 () = self.desk.progress.notified() => {}
-                _ = beat.tick() => self.on_beat().await,
+                _ = beat.tick() => self.on_beat().await?,
             }
         }
     }
 
-    async fn on_beat(&mut self) {
+    async fn on_beat(&mut self) -> Result<(), String> {
         let now = (self.desk.context.clock)();
         self.desk.with_ledger(|l| l.handle_timeout(now));
         if self.training.is_none() && self.heard.elapsed() > QUIET {
             self.heard = Instant::now();
             self.adopt_stored(0).await;
         }
+        if self.training.is_none() { self.desk.hand_on(false).await } else { Ok(()) }
     }
 
     /// Starts what can start: a step, the end of an evaluation, the end of the job.

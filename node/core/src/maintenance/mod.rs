@@ -184,9 +184,6 @@ impl Maintenance {
             }
             self.measure().await;
             let leaving = self.is_draining();
-            if leaving {
-                self.hand_over_leadership().await;
-            }
             let waiting = Instant::now() < ready && !leaving;
             if !waiting {
                 sweep.step(&self, &self.holders(absences.away(), leaving), leaving).await;

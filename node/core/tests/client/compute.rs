@@ -1,6 +1,6 @@
 //! Devices that sample at a steady pace what their request determines, and do as the test says.
 
-use starling_core::compute::{Compute, Engine, StepInput, StepTrainer, Stepped, TrainerStart};
+use starling_core::compute::{Compute, Engine, StepInput, StepTrainer, Stepped, TrainerStart, TrainingMemory};
 use starling_core::runtime::spawn;
 use starling_engine::{EngineError, FinishReason, GenerateRequest, SampledToken, SamplingParams, TokenSink};
 use starling_protocol::job::TrainerSpec;
@@ -51,6 +51,9 @@ impl Compute for FakeCompute {
     }
     fn start_trainer(&self, _: &[u8], _: TrainerStart, _: &TrainerSpec) -> Result<Box<dyn StepTrainer>, String> {
         Ok(Box::new(NoTrainer(Mutex::default())))
+    }
+    fn training_memory(&self, _: &[u8]) -> Result<TrainingMemory, String> {
+        Err("no device in this test".into())
     }
 }
 

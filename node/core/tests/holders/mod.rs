@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 #![allow(clippy::large_futures, reason = "a test runs one node a task; the stack is large enough")]
 
-use starling_core::compute::{Compute, Engine, StepTrainer, TrainerStart};
+use starling_core::compute::{Compute, Engine, StepTrainer, TrainerStart, TrainingMemory};
 use starling_core::consensus::GroupConfig;
 use starling_core::maintenance::MaintenanceConfig;
 use starling_core::membership::MembershipConfig;
@@ -64,6 +64,9 @@ impl Compute for NoCompute {
         Err("no device in this test".into())
     }
     fn start_trainer(&self, _: &[u8], _: TrainerStart, _: &TrainerSpec) -> Result<Box<dyn StepTrainer>, String> {
+        Err("no device in this test".into())
+    }
+    fn training_memory(&self, _: &[u8]) -> Result<TrainingMemory, String> {
         Err("no device in this test".into())
     }
 }
@@ -168,6 +171,11 @@ impl World {
     }
 
     pub(crate) async fn start(&mut self, node: NodeId, role: Role) {
+        self.start_with(node, role, Arc::new(NoCompute)).await;
+    }
+
+    /// Starts a node with a device of the test's own.
+    pub(crate) async fn start_with(&mut self, node: NodeId, role: Role, compute: Arc<dyn Compute>) {
         self.runs += 1;
         let scope = NodeScope::new(self.runs);
         let store: SharedStore = self.stores.entry(node).or_default().clone();
@@ -179,7 +187,7 @@ impl World {
             membership: MembershipConfig::default(),
             groups: GroupConfig { witness: role == Role::Witness, ..GroupConfig::default() },
             maintenance: self.config.clone(),
-            compute: Arc::new(NoCompute),
+            compute,
             seed: self.runs,
             clock: Arc::new(move || Timestamp(1_000_000 + run) + started.elapsed()),
         };
