@@ -229,7 +229,11 @@ fn core_config(settings: &RunSettings, mesh: &Mesh) -> CoreConfig {
         },
         membership: MembershipConfig::default(),
         maintenance: MaintenanceConfig { rollouts_kept: settings.rollouts_kept, ..MaintenanceConfig::default() },
-        groups: GroupConfig { witness: !settings.roles.contains(&Role::Server), ..GroupConfig::default() },
+        groups: GroupConfig {
+            witness: !settings.roles.contains(&Role::Server),
+            generation_after: settings.generation_after,
+            ..GroupConfig::default()
+        },
         compute: Arc::new(LocalCompute {
             device: Device::Cpu,
             inference: InferenceOptions {

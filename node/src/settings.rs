@@ -2,7 +2,7 @@
 
 use crate::cli::{AgentModeArg, RunArgs};
 use crate::units::{parse_bytes, parse_time};
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use libp2p::Multiaddr;
 use starling_agents::{AgentMode, RunnerConfig};
 use starling_protocol::ModelName;
@@ -41,6 +41,8 @@ pub struct RunSettings {
     pub store_quota_bytes: Option<u64>,
     /// How long consumed rollouts are kept.
     pub rollouts_kept: Duration,
+    /// How long a quorum must be lost before a new generation; `None`: never.
+    pub generation_after: Option<Duration>,
 }
 
 impl RunSettings {
@@ -93,8 +95,21 @@ impl RunSettings {
             mdns: args.mdns,
             store_quota_bytes,
             rollouts_kept: parse_time(&args.rollouts_kept).context("--rollouts-kept")?,
+            generation_after: generation_after(&args.generation_after).context("--generation-after")?,
         })
     }
+}
+
+/// A minute at least: a shorter break is an election, a restart or a bad link, and heals by itself.
+fn generation_after(text: &str) -> anyhow::Result<Option<Duration>> {
+    if text == "never" {
+        return Ok(None);
+    }
+    let after = parse_time(text).map_err(|e| anyhow!("{e}, or never"))?;
+    if after < Duration::from_secs(60) {
+        bail!("expected at least 1m, or never, got {text}");
+    }
+    Ok(Some(after))
 }
 
 fn runner(args: &RunArgs, command: &str, data: &Path) -> anyhow::Result<RunnerConfig> {
@@ -111,4 +126,18 @@ fn runner(args: &RunArgs, command: &str, data: &Path) -> anyhow::Result<RunnerCo
         .with_context(|| format!("cannot make {}", config.scratch_dir.display()))?;
     config.validate().context("--agent")?;
     Ok(config)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_generation_comes_after_a_minute_or_more_or_never() {
+        assert_eq!(generation_after("15m").unwrap(), Some(Duration::from_secs(900)));
+        assert_eq!(generation_after("never").unwrap(), None);
+        assert!(generation_after("59s").unwrap_err().to_string().contains("at least 1m"));
+        let error = generation_after("soon").unwrap_err().to_string();
+        assert!(error.contains("got \"soon\"") && error.ends_with("or never"), "{error}");
+    }
 }

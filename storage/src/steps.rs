@@ -11,9 +11,14 @@ const PAGE: usize = 64;
 /// A manifest of 64 Ki chunks takes 2 MiB, and there may be two, beside the consumed ids.
 const STEP_LEN_BYTES_MAX: usize = 16 << 20;
 
-/// Adds a committed step to `batch`; replaces one of the same version, as a new generation of the model may.
+/// Adds a committed step to `batch`.
 pub fn put_step(batch: &mut Batch, model: &ModelName, step: &StepCommitted) {
     batch.put(Family::Models, step_key(model, step.version), encode(step));
+}
+
+/// Adds the removal of a step to `batch`: one of a line that the model's group left.
+pub fn delete_step(batch: &mut Batch, model: &ModelName, version: PolicyVersion) {
+    batch.delete(Family::Models, step_key(model, version));
 }
 
 /// One step.

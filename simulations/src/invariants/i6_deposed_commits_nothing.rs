@@ -6,11 +6,12 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// I6: a step is committed by the leader of its own term, and no step of an older term is committed after one of a
-/// newer: the first holder that a step names is the node that made it.
+/// newer in the same line: the first holder that a step names is the node that made it.
 #[derive(Debug, Default)]
 pub(super) struct DeposedCommitsNothing {
     leaders: BTreeMap<(ModelName, Term), NodeIx>,
-    newest: BTreeMap<ModelName, (PolicyVersion, Term)>,
+    /// By model and line.
+    newest: BTreeMap<(ModelName, u64), (PolicyVersion, Term)>,
 }
 
 impl Invariant for DeposedCommitsNothing {
@@ -36,7 +37,7 @@ impl Invariant for DeposedCommitsNothing {
                     }
                     Some(_) => {}
                 }
-                let newest = self.newest.entry(model.clone()).or_insert((*version, *term));
+                let newest = self.newest.entry((model.clone(), version.mark())).or_insert((*version, *term));
                 if version > &newest.0 {
                     if *term < newest.1 {
                         return Err(format!(

@@ -35,6 +35,10 @@ pub struct GroupConfig {
     /// How long a member must have been dead without a break before the leader gives its place away: longer than a
     /// restart or a move between two networks takes. Default 60 s.
     pub remove_after: Duration,
+    /// How long a quorum must have been lost before this node agrees to a new generation without it; `None`: never.
+    /// A part that opens one wins over a part that trained on, so it must be longer than any partition that is to heal
+    /// by itself. Default 15 min.
+    pub generation_after: Option<Duration>,
     /// Whether this node votes but never leads.
     pub witness: bool,
 }
@@ -52,6 +56,7 @@ impl Default for GroupConfig {
             autopilot_every: Duration::from_secs(1),
             add_after: Duration::from_secs(2),
             remove_after: Duration::from_secs(60),
+            generation_after: Some(Duration::from_secs(15 * 60)),
             witness: false,
         }
     }

@@ -18,7 +18,7 @@ use crate::watch::lock;
 /// Why a witness never leads.
 pub(super) const WITNESS: &str = "it is a witness";
 /// How often a disk that failed is tried again; it must take writes once before this node stands again.
-const PROBE_EVERY: Duration = Duration::from_secs(5);
+pub(super) const PROBE_EVERY: Duration = Duration::from_secs(5);
 
 impl Groups {
     pub(super) fn why_no_quorum(&self, group: &Group) -> String {
@@ -37,7 +37,6 @@ impl Groups {
     /// Keeps [`LeaderView`] up to date for as long as the group runs.
     pub(super) async fn watch_over(self: Arc<Self>, group: Arc<Group>) {
         let mut metrics = group.raft.metrics();
-        let mut leaderless_since = Instant::now();
         // Often enough that `is_self` falls well before another node can have been elected.
         let tick = self.config.heartbeat.min(self.config.election_timeout_min / 4);
         let (mut nudged, mut turn) = (Instant::now(), 0_usize);
@@ -48,6 +47,9 @@ impl Groups {
                 changed = metrics.changed() => changed.is_ok(),
                 () = sleep(tick) => true,
             };
+            if group.closed.is_cancelled() {
+                break; // another run may have taken over
+            }
             let now = Instant::now();
             self.judge_fitness(&group);
             let mut view = self.look(&group, now);
@@ -62,9 +64,12 @@ impl Groups {
                 return self.revive(&group).await;
             }
             if view.leader.is_some() {
-                leaderless_since = now;
-            } else if view.wait.is_none() && now - leaderless_since >= self.config.patience() {
-                view.wait = Some(self.why_no_quorum(&group));
+                *lock(&group.leaderless_since) = now;
+            }
+            let leaderless = now - *lock(&group.leaderless_since);
+            if view.leader.is_none() && view.wait.is_none() && leaderless >= self.config.patience() {
+                let outlook = lock(&group.outlook).clone().map_or_else(String::new, |o| format!("; {o}"));
+                view.wait = Some(self.why_no_quorum(&group) + &outlook);
             }
             group.publish(view);
             if now - nudged < self.config.election_timeout_max {
@@ -75,7 +80,7 @@ impl Groups {
                 turn = turn.wrapping_add(1);
                 self.hand_over(&group, turn).await;
             } else if lock(&group.unfit).is_some() {
-                self.help_out(&group, now - leaderless_since).await;
+                self.help_out(&group, leaderless).await;
             }
         }
         if let Err(error) = group.raft.shutdown().await {

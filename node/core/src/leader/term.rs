@@ -146,7 +146,7 @@ impl<'a> JobRun<'a> {
             Some((version, m)) => match context.blobs.fetch(m, &with_holders(&state.optimizer_holders)).await {
                 Ok(bytes) => Some(bytes),
                 Err(e) => {
-                    tracing::warn!(model = %desk.model, version = version.0, error = %e, "optimizer starts without its moments");
+                    tracing::warn!(model = %desk.model, %version, error = %e, "optimizer starts without its moments");
                     None
                 }
             },
@@ -155,7 +155,8 @@ impl<'a> JobRun<'a> {
         let trainer = context.compute.start_trainer(&config, weights, optimizer_state, &job.spec.trainer)?;
         // This term may have been led from here before. No start gives out a million episodes in a millisecond.
         let first = if planted::has(Bug::ReissueEpisode) { 0 } else { (context.clock)().0.saturating_mul(1 << 20) };
-        let ledger = Ledger::new(job.clone(), term, state.version, tasks).counting_from(first);
+        let ledger = Ledger::new(job.clone(), term, state.version, tasks);
+        let ledger = ledger.of_line(state.lineage.clone()).counting_from(first);
         *desk.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(Open { term, ledger });
         let run = Self {
             desk,
@@ -242,7 +243,7 @@ impl<'a> JobRun<'a> {
     /// Starts what can start: a step, the end of an evaluation, the end of the job.
     async fn advance(&mut self) -> Result<ControlFlow<()>, String> {
         if let Some(e) = self.desk.with_ledger(|l| l.finished_evaluation()).flatten() {
-            tracing::info!(model = %self.desk.model, phase = ?e.phase, version = e.version.0, scores = ?e.scores, "evaluated");
+            tracing::info!(model = %self.desk.model, phase = ?e.phase, version = %e.version, scores = ?e.scores, "evaluated");
             self.propose(ControlEntry::EvaluationCompleted(e.clone())).await?;
             self.desk.with_ledger(|l| l.handle_evaluated(e));
             self.collecting_since = Instant::now();
@@ -257,10 +258,10 @@ impl<'a> JobRun<'a> {
             && let Some(batch) = self.desk.with_ledger(Ledger::take_batch).flatten()
         {
             if planted::has(Bug::ConsumeBeforeCommit) {
-                self.desk.context.rollouts.mark_consumed_early(&batch.consumed(), batch.version.next());
+                self.desk.context.rollouts.mark_consumed_early(&batch.consumed(), batch.next);
             }
             let every = self.job.spec.optimizer_state_every;
-            let with_optimizer_state = every > 0 && batch.version.next().0 % every == 0;
+            let with_optimizer_state = every > 0 && batch.next.steps().is_multiple_of(every);
             let done = self.trainer.step(samples_of(&batch), with_optimizer_state);
             let collect_ms = millis(self.collecting_since);
             self.training = Some(Training { batch, with_optimizer_state, done, collect_ms, since: Instant::now() });
@@ -271,13 +272,13 @@ impl<'a> JobRun<'a> {
 
     fn tell(&self) {
         let said = self.desk.with_ledger(|l| match (&self.training, l.evaluation_progress()) {
-            (Some(t), _) => format!("training version {}", t.batch.version.next()),
+            (Some(t), _) => format!("training version {}", t.batch.next),
             (None, Some((phase, have, of))) => {
                 format!("evaluating ({phase:?}): {have} of {of} episodes, {} running", l.running())
             }
             (None, None) => format!(
                 "collecting for version {}: {} of {} whole groups, {} episodes accepted, {} running",
-                l.version().next(),
+                l.next_version(),
                 l.whole_groups(),
                 l.job().spec.groups_per_step,
                 l.accepted(),
@@ -305,7 +306,7 @@ impl<'a> JobRun<'a> {
             optimizer_state = Some(m);
         }
         let holders = self.place(manifests, weights_delta.clone()).await?;
-        let version = t.batch.version.next();
+        let version = t.batch.next;
         let consumed = t.batch.consumed();
         let mut metrics = metrics_of(&t.batch, &stepped.report);
         metrics.collect_ms = t.collect_ms;
@@ -314,6 +315,7 @@ impl<'a> JobRun<'a> {
         let step = StepCommitted {
             job: self.job.job,
             term: self.term,
+            parent: t.batch.version,
             version,
             weights: weights.clone(),
             weights_delta,
@@ -382,12 +384,10 @@ fn millis(since: Instant) -> u64 {
 
 fn metrics_of(batch: &TrainingBatch, r: &StepReport) -> StepMetrics {
     let mut sums: BTreeMap<String, (f64, u64)> = BTreeMap::new();
-    let mut staleness_max = 0;
     for r in batch.groups.iter().flat_map(|g| &g.rollouts) {
         let e = sums.entry(r.rollout.task.set.clone()).or_default();
         e.0 += f64::from(r.rollout.reward);
         e.1 += 1;
-        staleness_max = staleness_max.max(batch.version.0.saturating_sub(r.oldest_version.0));
     }
     StepMetrics {
         reward: sums.iter().map(|(k, (s, n))| (k.clone(), s / (*n as f64))).collect(),
@@ -399,7 +399,7 @@ fn metrics_of(batch: &TrainingBatch, r: &StepReport) -> StepMetrics {
         clip_fraction: r.clip_fraction,
         mismatch_kl: r.approx_kl,
         entropy: r.entropy,
-        staleness_max,
+        staleness_max: batch.staleness_max,
         ..StepMetrics::default()
     }
 }
