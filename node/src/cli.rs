@@ -41,6 +41,9 @@ pub enum Command {
     /// Submit, list and stop training jobs.
     #[command(subcommand)]
     Job(JobCommand),
+    /// Help a model's group that has lost its quorum for good.
+    #[command(subcommand)]
+    Group(GroupCommand),
     /// List and show rollouts in this node's store.
     #[command(subcommand)]
     Rollout(RolloutCommand),
@@ -114,6 +117,11 @@ pub struct RunArgs {
     /// nodes.
     #[arg(long, default_value = "2s", value_name = "TIME")]
     pub election_timeout: String,
+    /// How long the majority of a model's voters must be gone before this node agrees to go on without it in a new
+    /// generation, e.g. 30m; or never. Longer than any partition that is to heal by itself: a part that opened a
+    /// generation wins over a part that trained on.
+    #[arg(long, default_value = "15m", value_name = "TIME|never")]
+    pub generation_after: String,
     /// Look for peers on the local network by mDNS.
     #[arg(long)]
     pub mdns: bool,
@@ -196,6 +204,21 @@ pub enum JobCommand {
     Stop {
         /// Its id.
         job: String,
+    },
+}
+
+/// `group`.
+#[derive(Debug, Subcommand)]
+pub enum GroupCommand {
+    /// Go on without the lost majority now: open a new generation of the model from its last committed step.
+    ///
+    /// The running node opens it and takes the other survivors in. Refused while a majority of the voters is alive, and
+    /// when another survivor has newer steps: it is named, and is to do it. What the lost nodes committed and no
+    /// survivor has is given up; if they come back, they join the new generation.
+    #[command(after_help = "Example:\n  starling group reopen starling-byte --data ~/.starling")]
+    Reopen {
+        /// The model's name.
+        model: String,
     },
 }
 

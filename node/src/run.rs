@@ -231,6 +231,7 @@ fn core_config(settings: &RunSettings, mesh: &Mesh) -> CoreConfig {
         maintenance: MaintenanceConfig { rollouts_kept: settings.rollouts_kept, ..MaintenanceConfig::default() },
         groups: GroupConfig {
             witness: !settings.roles.contains(&Role::Server),
+            generation_after: settings.generation_after,
             ..GroupConfig::with_times(settings.heartbeat, settings.election_timeout)
         },
         compute: Arc::new(LocalCompute {

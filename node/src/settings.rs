@@ -2,7 +2,7 @@
 
 use crate::cli::{AgentModeArg, RunArgs};
 use crate::units::{parse_bytes, parse_time};
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use libp2p::Multiaddr;
 use starling_agents::{AgentMode, RunnerConfig};
 use starling_protocol::ModelName;
@@ -51,6 +51,8 @@ pub struct RunSettings {
     pub heartbeat: Duration,
     /// How long it may be silent.
     pub election_timeout: Duration,
+    /// How long a quorum must be lost before a new generation; `None`: never.
+    pub generation_after: Option<Duration>,
 }
 
 impl RunSettings {
@@ -106,6 +108,7 @@ impl RunSettings {
             rollouts_kept: parse_time(&args.rollouts_kept).context("--rollouts-kept")?,
             heartbeat,
             election_timeout,
+            generation_after: generation_after(&args.generation_after).context("--generation-after")?,
         })
     }
 }
@@ -125,6 +128,18 @@ fn group_times(args: &RunArgs) -> anyhow::Result<(Duration, Duration)> {
         );
     }
     Ok((heartbeat, election_timeout))
+}
+
+/// A minute at least: a shorter break is an election, a restart or a bad link, and heals by itself.
+fn generation_after(text: &str) -> anyhow::Result<Option<Duration>> {
+    if text == "never" {
+        return Ok(None);
+    }
+    let after = parse_time(text).map_err(|e| anyhow!("{e}, or never"))?;
+    if after < Duration::from_secs(60) {
+        bail!("expected at least 1m, or never, got {text}");
+    }
+    Ok(Some(after))
 }
 
 fn runner(args: &RunArgs, command: &str, data: &Path) -> anyhow::Result<RunnerConfig> {
@@ -171,5 +186,14 @@ mod tests {
             let error = settings(&bad).unwrap_err().to_string();
             assert!(error.starts_with(said), "{bad:?}: {error}");
         }
+    }
+
+    #[test]
+    fn a_generation_comes_after_a_minute_or_more_or_never() {
+        assert_eq!(generation_after("15m").unwrap(), Some(Duration::from_secs(900)));
+        assert_eq!(generation_after("never").unwrap(), None);
+        assert!(generation_after("59s").unwrap_err().to_string().contains("at least 1m"));
+        let error = generation_after("soon").unwrap_err().to_string();
+        assert!(error.contains("got \"soon\"") && error.ends_with("or never"), "{error}");
     }
 }

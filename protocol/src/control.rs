@@ -7,6 +7,7 @@ use crate::alarm::MismatchAlarm;
 use crate::assignment::EvalPhase;
 use crate::ids::{JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term};
 use crate::job::JobSpec;
+use crate::lineage::{Line, Lineage};
 use crate::manifest::{DeltaManifest, Manifest};
 use crate::planted::{self, Bug};
 use crate::time::Timestamp;
@@ -76,7 +77,9 @@ pub struct StepCommitted {
     pub job: JobId,
     /// Term of the leader that made it; must be the term of the log entry.
     pub term: Term,
-    /// The new version; must follow the current one.
+    /// The version that was trained; must be the current one.
+    pub parent: PolicyVersion,
+    /// The new version; must follow the current one in the group's line.
     pub version: PolicyVersion,
     /// The new weights, safetensors.
     pub weights: Manifest,
@@ -168,6 +171,28 @@ pub enum ControlEntry {
     },
 }
 
+impl ControlEntry {
+    /// The entry as a new line takes it over that was opened at `fork`, from the log of the line before: steps beyond the
+    /// fork are numbered as the new line's, since another part may have logged others under the old numbers.
+    #[must_use]
+    pub fn taken_over(self, fork: PolicyVersion, before: &Line, line: &Line) -> Self {
+        let renumber = |v: PolicyVersion| {
+            let beyond = v > fork && v.mark() == u64::from(before.mark());
+            if beyond { line.version(v.steps()) } else { v }
+        };
+        match self {
+            Self::StepCommitted(mut step) => {
+                (step.parent, step.version) = (renumber(step.parent), renumber(step.version));
+                Self::StepCommitted(step)
+            }
+            Self::EvaluationCompleted(e) => {
+                Self::EvaluationCompleted(EvaluationCompleted { version: renumber(e.version), ..e })
+            }
+            other => other,
+        }
+    }
+}
+
 /// Answer of the state machine to an entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Applied {
@@ -194,6 +219,14 @@ pub enum Refusal {
     #[error("step to version {got}, expected {expected}")]
     NotNext {
         /// The version that must come next.
+        expected: PolicyVersion,
+        /// What came.
+        got: PolicyVersion,
+    },
+    /// The step was trained from another version than the current one.
+    #[error("step from version {got}, expected {expected}")]
+    WrongParent {
+        /// The current version.
         expected: PolicyVersion,
         /// What came.
         got: PolicyVersion,
@@ -354,6 +387,10 @@ pub struct Reference {
 /// What a model's log adds up to.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ModelState {
+    /// The group's line, and those that it came out of.
+    pub lineage: Lineage,
+    /// Members of the lines before it, when they were left: who may lead a node from this line into another.
+    pub kin: BTreeSet<NodeId>,
     /// Name, once created.
     pub model: Option<ModelName>,
     /// Files beside the weights.
@@ -467,8 +504,12 @@ impl ModelState {
         if step.term != log_term && !planted::has(Bug::SkipFencing) {
             return Err(Refusal::StaleTerm { log: log_term, got: step.term });
         }
-        if step.version != self.version.next() {
-            return Err(Refusal::NotNext { expected: self.version.next(), got: step.version });
+        let next = self.lineage.next(self.version);
+        if step.version != next {
+            return Err(Refusal::NotNext { expected: next, got: step.version });
+        }
+        if step.parent != self.version {
+            return Err(Refusal::WrongParent { expected: self.version, got: step.parent });
         }
         let mut fresh = BTreeSet::new();
         for id in &step.consumed {
@@ -531,6 +572,46 @@ mod tests {
         assert_eq!(consumed.len(), 1000);
         assert!((0..1000).all(|n| consumed.get(&id(n)) == Some(PolicyVersion(n / 10 + 1))));
         assert_eq!(consumed.get(&id(1000)), None);
+    }
+
+    fn step(parent: PolicyVersion, version: PolicyVersion, consumed: u64) -> ControlEntry {
+        ControlEntry::StepCommitted(Box::new(StepCommitted {
+            job: JobId([1; 16]),
+            term: Term(3),
+            parent,
+            version,
+            weights: Manifest::of(b"weights"),
+            weights_delta: None,
+            optimizer_state: None,
+            holders: vec![NodeId([1; 32])],
+            consumed: vec![id(consumed)],
+            groups_opened: vec![],
+            at: Timestamp(0),
+            metrics: StepMetrics::default(),
+        }))
+    }
+
+    #[test]
+    fn a_step_follows_the_current_version_in_its_line() {
+        let weights = Some(Manifest::of(b"0"));
+        let mut state = ModelState { version: PolicyVersion(4), weights, ..ModelState::default() };
+        let (at, fork) = (PolicyVersion, PolicyVersion(4));
+        let refused = |state: &mut ModelState, e: &ControlEntry| match state.apply(Term(3), e) {
+            Applied::Refused(why) => why,
+            other => panic!("{other:?}"),
+        };
+        let why = refused(&mut state, &step(at(3), at(5), 1));
+        assert_eq!(why, Refusal::WrongParent { expected: at(4), got: at(3) });
+        // The same state in a new line wants that line's numbers.
+        let before = state.lineage.line;
+        state.lineage = state.lineage.opened(fork, 0, 1, NodeId([9; 32])).unwrap();
+        let (line, next) = (state.lineage.line, state.lineage.next(fork));
+        assert_eq!(refused(&mut state, &step(at(4), at(5), 1)), Refusal::NotNext { expected: next, got: at(5) });
+        let taken = step(at(4), at(5), 1).taken_over(fork, &before, &line);
+        assert_eq!(taken, step(at(4), line.version(5), 1));
+        assert_eq!(step(at(5), at(6), 1).taken_over(fork, &before, &line), step(line.version(5), line.version(6), 1));
+        assert_eq!(step(at(3), at(4), 1).taken_over(fork, &before, &line), step(at(3), at(4), 1), "before the fork");
+        assert!(matches!(refused(&mut state, &taken), Refusal::NoSuchJob(_)), "all else is as ever");
     }
 
     #[test]

@@ -17,6 +17,7 @@ use crate::assignment::{Assignment, EvalPhase, HeldLease, Purpose};
 use crate::control::{EvalScore, EvaluationCompleted, JobState};
 use crate::ids::{EpisodeId, GroupId, NodeId, PolicyVersion, RolloutId, TaskRef, Term};
 use crate::job::{CollectionRule, Sampling};
+use crate::lineage::Lineage;
 use crate::planted::{self, Bug};
 use crate::rollout::{Rollout, VerifiedRollout};
 use crate::task::{Task, TaskOrder};
@@ -72,8 +73,10 @@ pub struct RolloutGroup {
 /// What a step trains on. `groups` may include uninformative ones, which are consumed but carry no gradient.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrainingBatch {
-    /// The version that is trained; the step makes the next one.
+    /// The version that is trained.
     pub version: PolicyVersion,
+    /// The version that the step makes.
+    pub next: PolicyVersion,
     /// Whole groups, oldest first.
     pub groups: Vec<RolloutGroup>,
     /// Groups opened per task set, to go with the step.
@@ -186,6 +189,7 @@ pub struct Ledger {
     job: JobState,
     term: Term,
     version: PolicyVersion,
+    lineage: Lineage,
     tasks: Vec<LoadedTasks>,
     orders: Vec<TaskOrder>,
     groups_opened: Vec<u64>,
@@ -225,6 +229,7 @@ impl Ledger {
             job,
             term,
             version,
+            lineage: Lineage::default(),
             tasks,
             orders,
             groups_opened,
@@ -252,9 +257,17 @@ impl Ledger {
         self
     }
 
-    /// Whether whoever opened the group is gone: another leader, or this one before it started over.
+    /// In this line; without it, in that of the model's creation.
+    #[must_use]
+    pub fn of_line(mut self, lineage: Lineage) -> Self {
+        self.lineage = lineage;
+        self
+    }
+
+    /// Whether whoever opened the group is gone: another leader, or this one before it started over, or that of a line
+    /// that this one won against.
     fn is_adopted(&self, id: &GroupId) -> bool {
-        *id < GroupId { term: self.term, seq: self.first_seq }
+        id.term.mark() != self.term.mark() || *id < GroupId { term: self.term, seq: self.first_seq }
     }
 
     /// The job as this ledger sees it.
@@ -266,6 +279,11 @@ impl Ledger {
     #[must_use]
     pub fn version(&self) -> PolicyVersion {
         self.version
+    }
+    /// The version that the next step makes.
+    #[must_use]
+    pub fn next_version(&self) -> PolicyVersion {
+        self.lineage.next(self.version)
     }
     /// Counters since the start of the term.
     #[must_use]
@@ -583,12 +601,19 @@ impl Ledger {
         if self.consumed.contains(&v.id) {
             return Admission::Ignored(Surplus::Consumed);
         }
-        if let Some(newest) = r.timelines.iter().flat_map(|t| t.policy_versions.iter().max()).max()
+        let versions = || r.timelines.iter().flat_map(|t| &t.policy_versions);
+        if let Some(newest) = versions().filter(|v| self.lineage.contains(**v)).max()
             && *newest > self.version
         {
             return Admission::Invalid(format!("sampled by version {newest}, the newest is {}", self.version));
         }
+        // Of a line that went another way: how old it is cannot be said.
+        let mut trained = r.timelines.iter().flat_map(|t| t.loss_mask.iter().zip(&t.policy_versions));
+        let orphaned = trained.any(|(trains, v)| *trains && !self.lineage.contains(*v));
         let lease = self.release(r.episode);
+        if orphaned && !planted::has(Bug::AdmitStale) {
+            return Admission::Ignored(Surplus::Stale);
+        }
         match r.purpose {
             Purpose::Eval { phase, greedy, slot } => self.admit_eval(&v, phase, greedy, slot),
             Purpose::Train => self.admit_train(v, lease.is_some()),
@@ -669,7 +694,10 @@ impl Ledger {
 
     fn is_stale(&self, oldest: Option<PolicyVersion>) -> bool {
         !planted::has(Bug::AdmitStale)
-            && oldest.is_some_and(|o| self.version.0.saturating_sub(o.0) > u64::from(self.job.spec.staleness_max))
+            && oldest.is_some_and(|o| {
+                let staleness = self.lineage.staleness(self.version, o);
+                staleness.is_none_or(|s| s > u64::from(self.job.spec.staleness_max))
+            })
     }
 
     /// The next step's batch, once the collection rule is met and no other batch is being trained.
@@ -707,8 +735,12 @@ impl Ledger {
             let rollouts = group.rollouts.values().cloned().collect();
             Some(RolloutGroup { id, task: group.task.clone(), rollouts, advantages })
         };
-        let groups = picked.into_iter().zip(advantages).filter_map(copy).collect();
-        Some(TrainingBatch { version: self.version, groups, groups_opened: self.groups_opened.clone() })
+        Some(TrainingBatch {
+            version: self.version,
+            next: self.next_version(),
+            groups: picked.into_iter().zip(advantages).filter_map(copy).collect(),
+            groups_opened: self.groups_opened.clone(),
+        })
     }
 
     fn drop_stale_groups(&mut self) {

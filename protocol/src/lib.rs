@@ -21,6 +21,7 @@ pub mod control;
 pub mod ids;
 pub mod job;
 pub mod ledger;
+pub mod lineage;
 pub mod manifest;
 pub mod placement;
 pub mod planted;
@@ -37,4 +38,5 @@ pub mod wire;
 pub use ids::{
     EpisodeId, EpisodeKey, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, TaskRef, Term,
 };
+pub use lineage::{Line, Lineage};
 pub use time::Timestamp;

@@ -8,7 +8,7 @@ use starling_protocol::manifest::Manifest;
 use starling_protocol::rollout::{Rollout, Timeline, VerifiedRollout};
 use starling_protocol::task::Task;
 use starling_protocol::wire::WaitReason;
-use starling_protocol::{EpisodeId, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, Term, Timestamp};
+use starling_protocol::{EpisodeId, GroupId, Hash, JobId, Lineage, ModelName, NodeId, PolicyVersion, Term, Timestamp};
 
 const ALICE: NodeId = NodeId([1; 32]);
 const BOB: NodeId = NodeId([2; 32]);
@@ -409,4 +409,52 @@ fn a_batch_waits_for_the_replacement_of_an_aborted_episode_even_if_the_quota_is_
     assert_eq!(l.handle_rollout(rollout(&again[0], 1.0)), Admission::Accepted);
     let batch = l.take_batch().expect("two whole groups");
     assert_eq!(batch.consumed().len(), 4);
+}
+
+/// A ledger at step 2 of a line that came out of generation 0 after step 1.
+fn ledger_of_a_line(opener: NodeId) -> (Ledger, Lineage) {
+    let lineage = Lineage::default().opened(PolicyVersion(1), 0, 1, opener).unwrap();
+    let l = ledger(spec());
+    let tasks = |set: &str| {
+        let task = |i| Task { id: format!("{set}{i}"), line: format!("{{\"id\":\"{set}{i}\"}}") };
+        LoadedTasks { train: (0..5).map(task).collect(), heldout: (5..8).map(task).collect() }
+    };
+    let term = Term(lineage.line.first_term().0 + 2);
+    let at = lineage.next(PolicyVersion(1));
+    (Ledger::new(l.job().clone(), term, at, vec![tasks("a"), tasks("b")]).of_line(lineage.clone()), lineage)
+}
+
+#[test]
+fn staleness_is_counted_in_steps_across_the_fork_and_orphans_are_stale() {
+    let (mut l, lineage) = ledger_of_a_line(ALICE);
+    let other = Lineage::default().opened(PolicyVersion(1), 0, 1, BOB).unwrap();
+    // Of an old leader's groups: sampled one step ago, before the fork; two steps ago; by a step beyond the fork; by
+    // another line; by a version that is not yet.
+    let admitted = |l: &mut Ledger, n: u64, version: PolicyVersion| {
+        let mut a = claim(&mut ledger(spec()).counting_from(n << 20), ALICE, 1).remove(0);
+        a.policy_version = version;
+        l.handle_rollout(rollout(&a, 1.0))
+    };
+    assert_eq!(admitted(&mut l, 1, PolicyVersion(1)), Admission::Accepted);
+    assert_eq!(admitted(&mut l, 2, lineage.line.version(2)), Admission::Accepted);
+    assert_eq!(admitted(&mut l, 3, PolicyVersion(0)), Admission::Ignored(Surplus::Stale));
+    assert_eq!(admitted(&mut l, 4, PolicyVersion(2)), Admission::Ignored(Surplus::Stale));
+    assert_eq!(admitted(&mut l, 5, other.line.version(2)), Admission::Ignored(Surplus::Stale));
+    assert!(matches!(admitted(&mut l, 6, lineage.line.version(3)), Admission::Invalid(_)));
+    assert_eq!(l.next_version(), lineage.line.version(3));
+}
+
+#[test]
+fn groups_of_a_line_that_lost_are_adopted_whatever_their_terms() {
+    let lines =
+        [ALICE, BOB].map(|n| (n, Lineage::default().opened(PolicyVersion(1), 0, 1, n).unwrap().line.first_term()));
+    let (winner, loser) = if lines[0].1 < lines[1].1 { (lines[0], lines[1]) } else { (lines[1], lines[0]) };
+    let (mut l, lineage) = ledger_of_a_line(winner.0);
+    let mut a = claim(&mut ledger(spec()), ALICE, 1).remove(0);
+    a.group.term = Term(loser.1.0 + 7);
+    a.policy_version = lineage.line.version(2);
+    assert_eq!(l.handle_rollout(rollout(&a, 1.0)), Admission::Accepted);
+    // One of a later term of its own line is no group of this leader's.
+    a.group.term = Term(winner.1.0 + 7);
+    assert!(matches!(l.handle_rollout(rollout(&a, 2.0)), Admission::Invalid(_)));
 }

@@ -51,12 +51,12 @@ pub struct AuditReport {
     pub held: usize,
     /// Rollouts consumed by some step.
     pub consumed: usize,
-    /// Rollouts in the consumed list of more than one step, or twice in one, with the models and versions.
-    /// Must be empty.
+    /// Rollouts in the consumed list of more than one step of a line, or twice in one, with the models and versions.
+    /// Must be empty. Two lines that went apart may each consume a rollout: one of them was given up.
     pub consumed_twice: Vec<(RolloutId, Vec<(ModelName, PolicyVersion)>)>,
     /// Steps, each model and version once.
     pub steps: usize,
-    /// Versions with more than one step. Must be empty, unless a new generation was opened.
+    /// Versions with more than one step. Must be empty: lines that went apart share no number.
     pub forked_versions: Vec<ModelVersion>,
     /// Steps that stand in a log entry of another term than their own: a deposed leader's. Must be empty (I6).
     pub deposed: Vec<ModelVersion>,
@@ -155,8 +155,38 @@ fn audit_steps(
     }
     report.consumed = uses.len();
     let consumed = uses.keys().copied().collect();
-    report.consumed_twice = uses.into_iter().filter(|(_, versions)| versions.len() > 1).collect();
+    report.consumed_twice = uses.into_iter().filter(|(_, by)| is_twice(by, steps)).collect();
     consumed
+}
+
+/// Whether two of the steps `by` stand in one history.
+fn is_twice(
+    by: &[(ModelName, PolicyVersion)],
+    steps: &BTreeMap<(ModelName, PolicyVersion), Vec<StepCommitted>>,
+) -> bool {
+    by.iter()
+        .enumerate()
+        .any(|(i, a)| by[i + 1..].iter().any(|b| a.0 != b.0 || descends(a, b.1, steps) || descends(b, a.1, steps)))
+}
+
+/// Whether the step `late` goes back to the step to `early`, by the parents that the steps name.
+fn descends(
+    late: &(ModelName, PolicyVersion),
+    early: PolicyVersion,
+    steps: &BTreeMap<(ModelName, PolicyVersion), Vec<StepCommitted>>,
+) -> bool {
+    let mut at = late.clone();
+    loop {
+        if at.1.mark() == early.mark() {
+            return at.1 >= early;
+        }
+        if at.1.steps() <= early.steps() {
+            return false;
+        }
+        // Of a step that no store has any more, the one before it is likely of the same line.
+        let parent = steps.get(&at).and_then(|variants| variants.first()).map(|s| s.parent);
+        at.1 = parent.unwrap_or(PolicyVersion(at.1.0 - 1));
+    }
 }
 
 /// A scan that ended at a corrupt block may have missed a good copy behind it.

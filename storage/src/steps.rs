@@ -38,6 +38,11 @@ pub fn put_step(batch: &mut Batch, model: &ModelName, step: &StepCommitted, logg
     batch.put(Family::Models, step_key(model, step.version), encode(&(step, logged)));
 }
 
+/// Adds the removal of a step to `batch`: one of a line that the model's group left.
+pub fn delete_step(batch: &mut Batch, model: &ModelName, version: PolicyVersion) {
+    batch.delete(Family::Models, step_key(model, version));
+}
+
 /// One step.
 ///
 /// # Errors

@@ -10,18 +10,18 @@ use crate::blobs::{
     delete_blobs, get_blob, has_blob, list_blobs, missing_chunks, put_blob, put_manifest_bytes, put_unsettled_blobs,
     read_manifest, settle_blobs,
 };
-use crate::consumed::{all_consumed, is_consumed, mark_consumed};
+use crate::consumed::{all_consumed, is_consumed, mark_consumed, unmark_consumed};
 use crate::quarantine::{quarantine_blob, quarantine_rollout, quarantined};
 use crate::raft_log::{RaftLog, RaftMeta, groups};
 use crate::rollouts::{
     count, delete_rollouts, get_rollout, has_rollout, list_all, list_unconsumed, page, put_rollouts,
 };
-use crate::steps::{all_steps, newest, put_step, step, steps};
+use crate::steps::{all_steps, delete_step, newest, put_step, step, steps};
 use crate::store::{Batch, Durability, Family, SharedStore, Store};
 use crate::{StoreError, audit};
 use starling_protocol::control::{StepCommitted, StepMetrics};
 use starling_protocol::manifest::{CHUNK_LEN_BYTES, Manifest, ManifestError};
-use starling_protocol::{Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term, Timestamp};
+use starling_protocol::{Hash, JobId, Lineage, ModelName, NodeId, PolicyVersion, RolloutId, Term, Timestamp};
 
 use Durability::{Buffered, Synced};
 
@@ -61,6 +61,7 @@ pub const CHECKS: &[Check] = &[
     ("raft_groups_do_not_touch_each_other", raft_groups_do_not_touch_each_other),
     ("audit_finds_each_planted_fault", audit_finds_each_planted_fault),
     ("audit_of_a_healthy_store_is_clean", audit_of_a_healthy_store_is_clean),
+    ("lines_that_went_apart_may_each_consume_a_rollout", lines_that_went_apart_may_each_consume_a_rollout),
 ];
 
 fn put(store: &dyn Store, family: Family, key: &[u8], value: &[u8]) {
@@ -96,6 +97,7 @@ pub fn example_step(version: u64, consumed: Vec<RolloutId>) -> StepCommitted {
     StepCommitted {
         job: JobId([7; 16]),
         term: Term(1),
+        parent: PolicyVersion(version.saturating_sub(1)),
         version: PolicyVersion(version),
         weights: Manifest::of(&noise(version, 100)),
         weights_delta: None,
@@ -355,6 +357,14 @@ fn unconsumed_lists_page_through(store: SharedStore) {
     assert_eq!(list_unconsumed(&store, job, None, 0).unwrap(), []);
     assert_eq!(is_consumed(&store, used[0]).unwrap(), Some(PolicyVersion(5)));
     assert_eq!(is_consumed(&store, left[0]).unwrap(), None);
+    let mut batch = Batch::new();
+    unmark_consumed(&mut batch, used[..2].iter().copied());
+    store.write(batch, Synced).unwrap();
+    assert_eq!(is_consumed(&store, used[0]).unwrap(), None);
+    assert_eq!(list_unconsumed(&store, job, None, usize::MAX).unwrap().len(), left.len() + 2);
+    let mut batch = Batch::new();
+    mark_consumed(&mut batch, used[..2].iter().copied(), PolicyVersion(5));
+    store.write(batch, Synced).unwrap();
     let marked: Vec<_> = used.iter().map(|id| (*id, PolicyVersion(5))).collect();
     assert_eq!(all_consumed(&store).unwrap(), marked);
     assert_eq!(count(&store, job).unwrap(), 1300);
@@ -485,6 +495,10 @@ fn steps_are_ordered_by_version_and_model(store: SharedStore) {
     assert_eq!(step(&store, &a, PolicyVersion(2)).unwrap(), Some(example_step(2, vec![])));
     assert_eq!(step(&store, &a, PolicyVersion(3)).unwrap(), None);
     assert_eq!(all_steps(&store).unwrap().len(), 5);
+    let mut batch = Batch::new();
+    delete_step(&mut batch, &a, PolicyVersion(256));
+    store.write(batch, Synced).unwrap();
+    assert_eq!(versions(&a), [1, 2, 300]);
 }
 
 fn a_corrupt_step_is_an_error(store: SharedStore) {
@@ -586,6 +600,35 @@ fn audit_finds_each_planted_fault(store: SharedStore) {
     let corrupt: Vec<_> = report.corrupt.iter().map(|c| (c.store, c.family, c.key.clone())).collect();
     assert_eq!(corrupt, [9, 10].map(|i| (0, Family::Rollouts, ids[i].to_string())));
     assert!(!report.is_clean());
+}
+
+fn lines_that_went_apart_may_each_consume_a_rollout(store: SharedStore) {
+    let m = name("m");
+    let ids: Vec<RolloutId> = (0..3).map(|n| Hash([n; 32])).collect();
+    let line = |n: u8| Lineage::default().opened(PolicyVersion(1), 0, 1, NodeId([n; 32])).unwrap();
+    let step = |line: &Lineage, parent: PolicyVersion, consumed: &[RolloutId]| {
+        let version = line.next(parent);
+        StepCommitted { parent, version, ..example_step(version.0, consumed.to_vec()) }
+    };
+    let (a, b) = (line(1), line(2));
+    let mut batch = Batch::new();
+    put_step(&mut batch, &m, &example_step(1, vec![ids[0]]));
+    // Beyond the fork, and in two lines from it.
+    put_step(&mut batch, &m, &example_step(2, vec![ids[1]]));
+    put_step(&mut batch, &m, &step(&a, PolicyVersion(1), &[ids[1]]));
+    put_step(&mut batch, &m, &step(&b, PolicyVersion(1), &[ids[1], ids[2]]));
+    store.write(batch, Synced).unwrap();
+    let report = audit(&[store.clone()], []).unwrap();
+    assert!(report.is_clean(), "{report:?}");
+    assert_eq!((report.steps, report.consumed), (4, 3));
+    // Twice in one history: before the fork and after it.
+    let again = step(&b, b.line.version(2), &[ids[0]]);
+    let mut batch = Batch::new();
+    put_step(&mut batch, &m, &again);
+    store.write(batch, Synced).unwrap();
+    let report = audit(&[store], []).unwrap();
+    let by = [PolicyVersion(1), again.version].map(|v| (m.clone(), v)).to_vec();
+    assert_eq!(report.consumed_twice, [(ids[0], by)]);
 }
 
 fn audit_of_a_healthy_store_is_clean(store: SharedStore) {

@@ -130,7 +130,7 @@ impl Hosting {
                 if served != Some(now.version) {
                     match self.load(&model, &now, weights, &peers()).await {
                         Ok(()) => {
-                            tracing::info!(%model, version = now.version.0, "serving");
+                            tracing::info!(%model, version = %now.version, "serving");
                             base.get_or_insert_with(|| weights.clone());
                             kept.push(weights.clone());
                             if kept.len() > VERSIONS_KEPT {
@@ -142,7 +142,7 @@ impl Hosting {
                             }
                         }
                         Err(e) => {
-                            tracing::warn!(%model, version = now.version.0, error = %e, "cannot serve yet, trying again");
+                            tracing::warn!(%model, version = %now.version, error = %e, "cannot serve yet, trying again");
                             tokio::time::sleep(std::time::Duration::from_millis(500)).await;
                             continue;
                         }

@@ -78,7 +78,7 @@ impl Models {
         })
     }
 
-    /// Takes an announcement; an older term's leader does not replace a newer one's.
+    /// Takes an announcement; a lesser line's does not replace a greater one's, nor an older term's leader a newer one's.
     pub fn on_announcement(&self, a: ModelAnnouncement) -> Verdict {
         let term = |a: &ModelAnnouncement| a.leader.map_or(Term(0), |(_, t)| t);
         let heard = Instant::now();
@@ -86,7 +86,8 @@ impl Models {
         match known.get_mut(&a.model) {
             Some(old) => {
                 old.heard = heard;
-                let older = (term(&old.announced), old.announced.version) > (term(&a), a.version);
+                let rank = |a: &ModelAnnouncement| (a.line, term(a), a.version);
+                let older = rank(&old.announced) > rank(&a);
                 if older {
                     return Verdict::Ignore;
                 }

@@ -421,6 +421,7 @@ impl NodeCore {
         }
         Some(ModelAnnouncement {
             model: model.clone(),
+            line: self.groups.lineage(model)?.line,
             voters,
             leader: view.leader.map(|n| (n, view.term)),
             version: state.version,
@@ -475,13 +476,17 @@ impl NodeCore {
             | LeaderCall::Abort { model, .. }
             | LeaderCall::Propose { model, .. }
             | LeaderCall::Status { model }
-            | LeaderCall::JoinGroup { model } => model.clone(),
+            | LeaderCall::Survey { model }
+            | LeaderCall::JoinGroup { model, .. } => model.clone(),
         };
-        if let LeaderCall::JoinGroup { .. } = &call {
+        if let LeaderCall::Survey { .. } = &call {
+            return Ok(LeaderReply::Standing(self.groups.on_survey(&model).await));
+        }
+        if let LeaderCall::JoinGroup { lineage, .. } = &call {
             if !self.has(Role::Server) && !self.has(Role::Witness) {
                 return Ok(LeaderReply::Refused("this node is neither server nor witness".into()));
             }
-            return Ok(match self.groups.on_join(from, &model).await {
+            return Ok(match self.groups.on_join(from, &model, lineage).await {
                 Ok(()) => {
                     self.adopt_group(&model);
                     LeaderReply::Done
@@ -559,6 +564,8 @@ impl NodeCore {
             "model": model,
             "member": true,
             "version": state.version,
+            "line": self.groups.lineage(model).map(|l| l.line),
+            "forks": self.groups.lineage(model).map(|l| l.forks),
             "term": view.term,
             "leader": view.leader,
             "is_leader": view.is_self,

@@ -6,11 +6,12 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// I6: a step stands in a log entry of its own term, it was made by that term's leader (which is the first holder that it
-/// names), and no step of an older term is committed after one of a newer.
+/// names), and no step of an older term is committed after one of a newer in the same line.
 #[derive(Debug, Default)]
 pub(super) struct DeposedCommitsNothing {
     leaders: BTreeMap<(ModelName, Term), NodeIx>,
-    newest: BTreeMap<ModelName, (PolicyVersion, Term)>,
+    /// By model and line.
+    newest: BTreeMap<(ModelName, u64), (PolicyVersion, Term)>,
 }
 
 impl Invariant for DeposedCommitsNothing {
@@ -42,7 +43,7 @@ impl Invariant for DeposedCommitsNothing {
                     }
                     Some(_) => {}
                 }
-                let newest = self.newest.entry(model.clone()).or_insert((*version, *term));
+                let newest = self.newest.entry((model.clone(), version.mark())).or_insert((*version, *term));
                 if version > &newest.0 {
                     if *term < newest.1 {
                         return Err(format!(

@@ -36,6 +36,10 @@ pub const ALL: &[(&str, &str)] = &[
     ("dishonest", include_str!("../../scenarios/dishonest.toml")),
     ("fresh-only", include_str!("../../scenarios/fresh-only.toml")),
     ("witness", include_str!("../../scenarios/witness.toml")),
+    ("quorum-lost", include_str!("../../scenarios/quorum-lost.toml")),
+    ("two-lines", include_str!("../../scenarios/two-lines.toml")),
+    ("greater-line", include_str!("../../scenarios/greater-line.toml")),
+    ("drawn-lines", include_str!("../../scenarios/drawn-lines.toml")),
 ];
 
 /// Scenarios for scale, which take minutes each: not part of a run over the library.

@@ -46,6 +46,8 @@ struct Raw {
     duration_s: Duration,
     #[serde(deserialize_with = "seconds", default = "a_minute")]
     converge_s: Duration,
+    #[serde(default, deserialize_with = "maybe_seconds")]
+    generation_after_s: Option<Duration>,
     #[serde(rename = "node")]
     nodes: Vec<Spanned<NodeGroup>>,
     #[serde(default)]
@@ -247,6 +249,7 @@ impl Reader<'_> {
             mode: raw.mode,
             duration: raw.duration_s,
             converge: raw.converge_s,
+            generation_after: raw.generation_after_s,
             nodes,
             devices,
             network,

@@ -2,8 +2,9 @@
 
 use super::recorder::Recorder;
 use crate::event::{Event, NodeIx};
-use starling_protocol::{PolicyVersion, RolloutId};
-use starling_storage::schema::{hash_at_end, split_numbered_key};
+use starling_protocol::codec::decode;
+use starling_protocol::{Lineage, PolicyVersion, RolloutId};
+use starling_storage::schema::{hash_at_end, split_numbered_key, split_raft_meta_key};
 use starling_storage::steps::StoredStep;
 use starling_storage::{Batch, Durability, Family, KeyValue, MemoryStore, Op, Store, StoreError};
 use std::fmt;
@@ -82,6 +83,12 @@ impl SimDisk {
                     }
                 }
                 Op::Put(Family::Consumed, key, value) => self.tell_consumed(key, value),
+                Op::Delete(Family::Consumed, key) => {
+                    if let Some(rollout) = hash_at_end(key) {
+                        self.recorder.record(Event::Unmarked { node: self.node, rollout });
+                    }
+                }
+                Op::Put(Family::RaftMeta, key, value) => self.tell_line(key, value),
                 _ => {}
             }
         }
@@ -93,6 +100,7 @@ impl SimDisk {
         self.recorder.record(Event::Applied {
             node: self.node,
             model,
+            parent: step.parent,
             version: step.version,
             term: step.term,
             logged,
@@ -100,6 +108,13 @@ impl SimDisk {
             holders: self.recorder.indices(&step.holders),
             consumed: step.consumed,
         });
+    }
+
+    fn tell_line(&self, key: &[u8], value: &[u8]) {
+        let Some((model, "lineage")) = split_raft_meta_key(key) else { return };
+        if let Ok(lineage) = decode::<Lineage>("lineage", value, STEP_LEN_BYTES_MAX) {
+            self.recorder.record(Event::Entered { node: self.node, model, lineage });
+        }
     }
 
     fn tell_consumed(&self, key: &[u8], value: &[u8]) {

@@ -58,6 +58,8 @@ pub(crate) struct Around<'a> {
     pub(crate) mode: Mode,
     /// Records that nodes of this process share.
     pub(crate) records: &'a Arc<SharedRecords>,
+    /// As the scenario has it.
+    pub(crate) generation_after: Option<Duration>,
     /// Nodes to announce itself to.
     pub(crate) seeds: Vec<NodeId>,
 }
@@ -194,7 +196,11 @@ impl SimNode {
                 shared_records: Some(around.records.clone()),
                 ..MembershipConfig::default()
             },
-            groups: GroupConfig { witness: !roles.contains(&Role::Server), ..GroupConfig::default() },
+            groups: GroupConfig {
+                witness: !roles.contains(&Role::Server),
+                generation_after: around.generation_after.or(GroupConfig::default().generation_after),
+                ..GroupConfig::default()
+            },
             // Minutes of a real node's life in seconds, so that a run of two minutes sees copies restored and data deleted.
             maintenance: MaintenanceConfig {
                 grace: Duration::from_secs(6),

@@ -206,6 +206,7 @@ impl World {
             job: &job,
             mode,
             records: &records,
+            generation_after: self.scenario.generation_after,
             seeds,
         };
         if let Err(why) = self.nodes[node.0 as usize].start(&around).await {
@@ -599,7 +600,7 @@ impl World {
         if self.scenario.mode == Mode::Membership {
             return true;
         }
-        self.recorder.oracle(|o| self.models.iter().all(|m| o.newest(m) >= PolicyVersion(self.job.steps)))
+        self.recorder.oracle(|o| self.models.iter().all(|m| o.newest(m).steps() >= self.job.steps))
     }
 
     fn is_converged(&self, steps_at_heal: u64) -> bool {
@@ -610,9 +611,12 @@ impl World {
         let done = self.jobs_done();
         self.recorder.oracle(|o| {
             let all_newest = self.models.iter().all(|m| {
-                let newest = o.newest(m);
+                let (lineage, newest) = (o.lineage(m), o.newest(m));
                 // While training goes on a version may be one behind: the next one is on its way.
-                servers.iter().all(|s| o.served.get(&(*s, m.clone())).is_some_and(|v| v.0 + 1 >= newest.0))
+                let near = |v: &PolicyVersion| lineage.contains(*v) && v.steps() + 1 >= newest.steps();
+                servers
+                    .iter()
+                    .all(|s| o.lineage_of(*s, m) == lineage && o.served.get(&(*s, m.clone())).is_some_and(near))
             });
             all_newest && (done || o.counts.steps > steps_at_heal + self.models.len() as u64)
         })

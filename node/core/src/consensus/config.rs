@@ -39,6 +39,10 @@ pub struct GroupConfig {
     /// How long a voter must have been alive without a break before leadership moves to it for its device's sake. Default
     /// 10 s: a node whose connection comes and goes is noticed within 3 s each time, so it never gets there.
     pub transfer_after: Duration,
+    /// How long a quorum must have been lost before this node agrees to a new generation without it; `None`: never.
+    /// A part that opens one wins over a part that trained on, so it must be longer than any partition that is to heal
+    /// by itself. Default 15 min.
+    pub generation_after: Option<Duration>,
     /// Whether this node votes but never leads.
     pub witness: bool,
 }
@@ -57,6 +61,7 @@ impl Default for GroupConfig {
             add_after: Duration::from_secs(2),
             remove_after: Duration::from_secs(60),
             transfer_after: Duration::from_secs(10),
+            generation_after: Some(Duration::from_secs(15 * 60)),
             witness: false,
         }
     }

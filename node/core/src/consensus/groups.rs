@@ -12,7 +12,7 @@ use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{Applied, ControlEntry, ModelState};
 use starling_protocol::record::Fitness;
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, LeaderCall, LeaderReply, Service};
-use starling_protocol::{ModelName, NodeId};
+use starling_protocol::{Line, Lineage, ModelName, NodeId};
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
@@ -41,16 +41,16 @@ pub struct Groups {
     pub(super) store: WatchedStore,
     pub(super) membership: Arc<Membership>,
     pub(super) config: GroupConfig,
-    scope: NodeScope,
+    pub(super) scope: NodeScope,
     pub(super) groups: Mutex<BTreeMap<ModelName, Arc<Group>>>,
-    /// Voters of each model, as the mesh announces them.
-    pub(super) announced: Mutex<BTreeMap<ModelName, Vec<NodeId>>>,
+    /// Voters of each model in its greatest line, as the mesh announces them.
+    pub(super) announced: Mutex<BTreeMap<ModelName, (Line, Vec<NodeId>)>>,
     /// What this node's device is worth for training each model.
     pub(super) fitness: Mutex<BTreeMap<ModelName, Fitness>>,
     pub(super) draining: AtomicBool,
     /// Times without a date are counted from here.
     pub(super) started: Instant,
-    opening: tokio::sync::Mutex<()>,
+    pub(super) opening: tokio::sync::Mutex<()>,
     pub(super) shutdown: CancellationToken,
 }
 
@@ -103,15 +103,17 @@ impl Groups {
             .unwrap_or_else(|_stopped| Ok(Vec::new()));
         let models = models.map_err(GroupError::List)?;
         for model in &models {
-            self.open(model, None).await?;
+            self.open(model, None, &Lineage::default()).await?;
         }
         Ok(models)
     }
 
+    /// Opens the group, in the line that the store has it in, or in `lineage` if this node was not in it yet.
     pub(super) async fn open(
         self: &Arc<Self>,
         model: &ModelName,
         inviter: Option<NodeId>,
+        lineage: &Lineage,
     ) -> Result<Arc<Group>, GroupError> {
         let _one_at_a_time = self.opening.lock().await;
         if let Some(group) = self.group(model) {
@@ -122,10 +124,11 @@ impl Groups {
         }
         let disk = Disk::new(Arc::new(self.store.clone()), model.clone());
         let store_failed = |source| GroupError::Store { model: model.clone(), source };
-        let inviter = disk.run(move |d| d.seat(inviter)).await.map_err(store_failed)?;
+        let lineage = lineage.clone();
+        disk.run(move |d| d.seat(inviter, &lineage)).await.map_err(store_failed)?;
         let (leadership, _) = channel(LeaderView::default());
         let (state, _) = channel(Arc::default());
-        self.run(model, inviter, leadership, state).await
+        self.run(model, leadership, state).await
     }
 
     /// Starts the group over after its run ended with an error; readers keep their feeds.
@@ -134,26 +137,29 @@ impl Groups {
     pub(super) fn reopen<'a>(self: &'a Arc<Self>, ended: &'a Group) -> BoxFuture<'a, Result<(), GroupError>> {
         Box::pin(async move {
             let _one_at_a_time = self.opening.lock().await;
-            let inviter = *lock(&ended.inviter);
-            self.run(&ended.model, inviter, ended.leadership.clone(), ended.state.clone()).await?;
+            if ended.closed.is_cancelled() {
+                return Ok(()); // it changed its line meanwhile, and runs
+            }
+            ended.disk.retire().await;
+            self.run(&ended.model, ended.leadership.clone(), ended.state.clone()).await?;
             ended.closed.cancel();
             Ok(())
         })
     }
 
     /// Boxed: what it starts may start it again, and openraft's start alone is a future of 16 KiB.
-    fn run<'a>(
+    pub(super) fn run<'a>(
         self: &'a Arc<Self>,
         model: &'a ModelName,
-        inviter: Option<NodeId>,
         leadership: Sender<LeaderView>,
         state: Sender<Arc<ModelState>>,
     ) -> BoxFuture<'a, Result<Arc<Group>, GroupError>> {
         Box::pin(async move {
-            let group = self.scope.run(self.start_group(model, inviter, leadership, state)).await?;
+            let group = self.scope.run(self.start_group(model, leadership, state)).await?;
             lock(&self.groups).insert(model.clone(), group.clone());
             drop(self.scope.spawn(self.clone().watch_over(group.clone())));
             drop(self.scope.spawn(self.clone().pilot(group.clone())));
+            drop(self.scope.spawn(self.clone().tend_line(group.clone())));
             Ok(group)
         })
     }
@@ -161,22 +167,26 @@ impl Groups {
     async fn start_group(
         &self,
         model: &ModelName,
-        inviter: Option<NodeId>,
         leadership: Sender<LeaderView>,
         state: Sender<Arc<ModelState>>,
     ) -> Result<Arc<Group>, GroupError> {
         let refused = |e: &dyn std::fmt::Display| GroupError::Raft { model: model.clone(), reason: e.to_string() };
         let config = Arc::new(self.config.raft(model).validate().map_err(|e| refused(&e))?);
         let disk = Disk::new(Arc::new(self.store.clone()), model.clone());
-        let machine = StateMachine::open(disk.clone(), state.clone())
+        let store_failed = |source| GroupError::Store { model: model.clone(), source };
+        let (lineage, inviter) = disk.run(|d| Ok((d.lineage()?, d.inviter()?))).await.map_err(store_failed)?;
+        let machine = StateMachine::open(disk.clone(), state.clone()).await.map_err(store_failed)?;
+        let network = Network { transport: self.transport.clone(), model: model.clone(), line: lineage.line };
+        let raft = Raft::new(self.node, config, network, LogStore::new(disk.clone()), machine)
             .await
-            .map_err(|source| GroupError::Store { model: model.clone(), source })?;
-        let network = Network { transport: self.transport.clone(), model: model.clone() };
-        let raft =
-            Raft::new(self.node, config, network, LogStore::new(disk), machine).await.map_err(|e| refused(&e))?;
-        tracing::info!(%model, version = %state.get().version, "group opened");
+            .map_err(|e| refused(&e))?;
+        tracing::info!(%model, version = %state.get().version, line = %lineage.line, "group opened");
         Ok(Arc::new(Group {
             raft,
+            disk,
+            lineage,
+            leaderless_since: Mutex::new(Instant::now()),
+            outlook: Mutex::new(None),
             incoming: Incoming::default(),
             heard: Mutex::new(None),
             inviter: Mutex::new(inviter),
@@ -210,6 +220,11 @@ impl Groups {
     pub fn leadership(&self, model: &ModelName) -> Option<Receiver<LeaderView>> {
         self.group(model).map(|g| g.leadership.receiver())
     }
+    /// The line that this node is in, with those before it.
+    #[must_use]
+    pub fn lineage(&self, model: &ModelName) -> Option<Lineage> {
+        self.group(model).map(|g| g.lineage.clone())
+    }
     /// Voters, as this node knows them, ascending.
     #[must_use]
     pub fn voters(&self, model: &ModelName) -> Vec<NodeId> {
@@ -234,6 +249,10 @@ impl Groups {
         let group = self
             .group(&frame.model)
             .ok_or_else(|| InboundError::Unavailable(format!("this node is not in the group of {}", frame.model)))?;
+        if frame.line != group.lineage.line {
+            let (theirs, ours) = (frame.line, group.lineage.line);
+            return Err(InboundError::Unavailable(format!("{} is in {ours} here, not in {theirs}", frame.model)));
+        }
         self.admit(&group, from)?;
         group.serve(from, frame.request).await
     }
@@ -254,9 +273,9 @@ impl Groups {
         if !voters.contains_key(&self.node) {
             return Err(CreateError::NotAVoter);
         }
-        let group = self.open(model, None).await?;
+        let group = self.open(model, None, &Lineage::default()).await?;
         for voter in voters.keys().filter(|v| **v != self.node) {
-            self.ask_to_join(model, *voter, deadline)
+            self.ask_to_join(&group, *voter, deadline)
                 .await
                 .map_err(|reason| CreateError::Voter { node: *voter, reason })?;
         }
@@ -267,8 +286,9 @@ impl Groups {
         self.propose_anywhere(&group, &first, deadline).await
     }
 
-    pub(super) async fn ask_to_join(&self, model: &ModelName, node: NodeId, deadline: Instant) -> Result<(), String> {
-        let body = Bytes::from(encode(&LeaderCall::JoinGroup { model: model.clone() }));
+    pub(super) async fn ask_to_join(&self, group: &Group, node: NodeId, deadline: Instant) -> Result<(), String> {
+        let (model, lineage) = (group.model.clone(), group.lineage.clone());
+        let body = Bytes::from(encode(&LeaderCall::JoinGroup { model, lineage }));
         loop {
             let reason = match self.leader_call(node, body.clone()).await {
                 Ok(LeaderReply::Done) => return Ok(()),
@@ -283,7 +303,7 @@ impl Groups {
         }
     }
 
-    async fn leader_call(&self, node: NodeId, body: Bytes) -> Result<LeaderReply, String> {
+    pub(super) async fn leader_call(&self, node: NodeId, body: Bytes) -> Result<LeaderReply, String> {
         let limit = self.config.propose_timeout;
         let reply = self.transport.call(node, Service::Leader, body, limit).await.map_err(|e| e.to_string())?;
         decode("leader reply", &reply, CALL_LEN_BYTES_MAX).map_err(|e| e.to_string())

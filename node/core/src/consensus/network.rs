@@ -20,7 +20,7 @@ use openraft::{EmptyNode, OptionalSend, RPCTypes};
 use serde::{Deserialize, Serialize};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, Service};
-use starling_protocol::{ModelName, NodeId};
+use starling_protocol::{Line, ModelName, NodeId};
 use tokio::time::Instant;
 
 use super::disk::VALUE_LEN_BYTES_MAX;
@@ -38,6 +38,8 @@ const PART_LEN_BYTES: usize = 1 << 20;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct RaftFrame {
     pub(super) model: ModelName,
+    /// The sender's line: what another line decides is nothing here.
+    pub(super) line: Line,
     pub(super) request: RaftRequest,
 }
 
@@ -97,13 +99,14 @@ impl RaftRequest {
 pub(super) struct Network {
     pub(super) transport: SharedTransport,
     pub(super) model: ModelName,
+    pub(super) line: Line,
 }
 
 impl RaftNetworkFactory<TypeConfig> for Network {
     type Network = Connection;
 
     async fn new_client(&mut self, target: NodeId, _node: &EmptyNode) -> Connection {
-        Connection { transport: self.transport.clone(), model: self.model.clone(), target }
+        Connection { transport: self.transport.clone(), model: self.model.clone(), line: self.line, target }
     }
 }
 
@@ -111,6 +114,7 @@ impl RaftNetworkFactory<TypeConfig> for Network {
 pub(super) struct Connection {
     transport: SharedTransport,
     model: ModelName,
+    line: Line,
     target: NodeId,
 }
 
@@ -119,7 +123,7 @@ type RpcResult<T> = Result<T, RPCError<TypeConfig>>;
 impl Connection {
     async fn call(&self, request: RaftRequest, option: &RPCOption) -> RpcResult<RaftReply> {
         let kind = request.kind();
-        let body = Bytes::from(encode(&RaftFrame { model: self.model.clone(), request }));
+        let body = Bytes::from(encode(&RaftFrame { model: self.model.clone(), line: self.line, request }));
         // openraft's limit is made for heartbeats; a large frame may take a second more for each MiB.
         let limit = option.soft_ttl() + Duration::from_micros((body.len() as u64).saturating_sub(SMALL_LEN_BYTES));
         let reply = match self.transport.call(self.target, Service::Raft, body, limit).await {

@@ -26,6 +26,10 @@ impl Groups {
                 *lock(&group.sightings) = Sightings::default();
                 continue;
             }
+            if let Err(reason) = finish_change(&group, self.config.create_timeout).await {
+                tracing::warn!(model = %group.model, reason, "a change that a former leader began is not finished");
+                continue;
+            }
             let situation = self.situation(&group);
             let Some(change) = situation.and_then(|s| plan(&s)) else { continue };
             let limit = self.config.create_timeout;
@@ -122,7 +126,7 @@ impl Groups {
     async fn carry_out(&self, group: &Group, change: Change) -> Result<(), String> {
         let (members, retain) = match change {
             Change::AddLearner(node) => {
-                self.ask_to_join(&group.model, node, Instant::now()).await?;
+                self.ask_to_join(group, node, Instant::now()).await?;
                 let added = group.raft.add_learner(node, EmptyNode {}, false).await;
                 return added.map(drop).map_err(|e| e.to_string());
             }
@@ -134,5 +138,23 @@ impl Groups {
             Change::Remove(node) => (ChangeMembers::RemoveNodes(BTreeSet::from([node])), false),
         };
         group.raft.change_membership(members, retain).await.map(drop).map_err(|e| e.to_string())
+    }
+}
+
+/// A change of voters has two steps; a leader that was lost, or that waited too long, between them left the second to do.
+async fn finish_change(group: &Group, limit: Duration) -> Result<(), String> {
+    let m = group.metrics();
+    let [_, goal] = m.membership_config.membership().get_joint_config().as_slice() else { return Ok(()) };
+    if m.membership_config != m.committed_membership_config {
+        return Ok(()); // the first step is under way
+    }
+    let second = group.raft.change_membership(ChangeMembers::ReplaceAllVoters(goal.clone()), true);
+    tokio::select! {
+        biased;
+        () = group.closed.cancelled() => Ok(()),
+        done = timeout(limit, second) => match done {
+            Ok(changed) => changed.map(drop).map_err(|e| e.to_string()),
+            Err(_elapsed) => Err(format!("not within {limit:?}")),
+        },
     }
 }

@@ -39,7 +39,10 @@ impl StateMachine {
             })
             .await?;
         let state = Arc::new(applied.state);
-        feed.replace(state.clone());
+        // A node that changed its line has no state before the snapshot comes: readers keep the old one so long.
+        if applied.last_applied.is_some() || feed.get().model.is_none() {
+            feed.replace(state.clone());
+        }
         let (last_applied, membership) = (applied.last_applied, applied.membership);
         Ok(Self { disk, last_applied, membership, state, feed, snapshot: Arc::default() })
     }

@@ -21,7 +21,7 @@ const TOO_SMALL: &str = "its device has too little memory for weights, gradients
 /// Why a witness never leads.
 pub(super) const WITNESS: &str = "it is a witness";
 /// How often a disk that failed is tried again; it must take writes once before this node stands again.
-const PROBE_EVERY: Duration = Duration::from_secs(5);
+pub(super) const PROBE_EVERY: Duration = Duration::from_secs(5);
 
 impl Groups {
     pub(super) fn why_no_quorum(&self, group: &Group) -> String {
@@ -40,7 +40,6 @@ impl Groups {
     /// Keeps [`LeaderView`] up to date for as long as the group runs.
     pub(super) async fn watch_over(self: Arc<Self>, group: Arc<Group>) {
         let mut metrics = group.raft.metrics();
-        let mut leaderless_since = Instant::now();
         let tick = self.config.heartbeat.min(self.config.election_timeout_min / 4);
         let (mut nudged, mut turn) = (Instant::now(), 0_usize);
         // The newest term whose leader was heard, and when this node last asked for votes after it.
@@ -59,6 +58,9 @@ impl Groups {
                 changed = metrics.changed() => changed.is_ok(),
                 () = sleep(next) => true,
             };
+            if group.closed.is_cancelled() {
+                break; // another run may have taken over
+            }
             let now = Instant::now();
             self.judge_fitness(&group);
             let mut view = self.look(&group, now);
@@ -73,10 +75,13 @@ impl Groups {
                 return self.revive(&group).await;
             }
             if view.leader.is_some() {
-                leaderless_since = now;
+                *lock(&group.leaderless_since) = now;
                 led = view.term;
-            } else if view.wait.is_none() && now - leaderless_since >= self.config.patience() {
-                view.wait = Some(self.why_no_quorum(&group));
+            }
+            let leaderless = now - *lock(&group.leaderless_since);
+            if view.leader.is_none() && view.wait.is_none() && leaderless >= self.config.patience() {
+                let outlook = lock(&group.outlook).clone().map_or_else(String::new, |o| format!("; {o}"));
+                view.wait = Some(self.why_no_quorum(&group) + &outlook);
             }
             lock(&group.reigns).note(self.started.elapsed(), view.leader, group.state.get().version);
             group.publish(view);
@@ -93,7 +98,7 @@ impl Groups {
                 turn = turn.wrapping_add(1);
                 self.hand_over(&group, turn).await;
             } else if lock(&group.unfit).is_some() || self.is_draining() {
-                self.help_out(&group, now - leaderless_since).await;
+                self.help_out(&group, leaderless).await;
             }
         }
         if let Err(error) = group.raft.shutdown().await {

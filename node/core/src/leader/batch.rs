@@ -42,16 +42,18 @@ fn scored(batch: &TrainingBatch) -> impl Iterator<Item = (&AcceptedRollout, f32)
 /// What the batch and its step were like; the times and the alarm are the caller's.
 pub(crate) fn metrics_of(batch: &TrainingBatch, r: &StepReport) -> StepMetrics {
     let mut sums: BTreeMap<String, (f64, u64)> = BTreeMap::new();
+    // What the ledger admits is of the history that is trained, so counts of steps compare.
+    let steps_since = |v: PolicyVersion| batch.version.steps().saturating_sub(v.steps());
     let (mut staleness_max, mut staleness_sum, mut sampled) = (0, 0, 0u64);
     let (mut tokens, mut alone) = (0u64, 0u64);
     for r in batch.groups.iter().flat_map(|g| &g.rollouts) {
         let e = sums.entry(r.rollout.task.set.clone()).or_default();
         e.0 += f64::from(r.rollout.reward);
         e.1 += 1;
-        staleness_max = staleness_max.max(batch.version.0.saturating_sub(r.oldest_version.0));
+        staleness_max = staleness_max.max(steps_since(r.oldest_version));
         for t in &r.rollout.timelines {
             for (v, _) in t.policy_versions.iter().zip(&t.loss_mask).filter(|(_, m)| **m) {
-                staleness_sum += batch.version.0.saturating_sub(v.0);
+                staleness_sum += steps_since(*v);
                 sampled += 1;
             }
         }

@@ -175,6 +175,7 @@ impl Desk {
             LeaderCall::Propose { .. }
             | LeaderCall::Status { .. }
             | LeaderCall::JoinGroup { .. }
+            | LeaderCall::Survey { .. }
             | LeaderCall::Models => None,
         }
     }

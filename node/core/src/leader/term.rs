@@ -154,7 +154,7 @@ impl<'a> JobRun<'a> {
             Some((version, m)) => match context.blobs.fetch(m, &with_holders(&state.optimizer_holders)).await {
                 Ok(bytes) => Some(bytes),
                 Err(e) => {
-                    tracing::warn!(model = %desk.model, version = version.0, error = %e, "optimizer starts without its moments");
+                    tracing::warn!(model = %desk.model, %version, error = %e, "optimizer starts without its moments");
                     None
                 }
             },
@@ -173,7 +173,8 @@ impl<'a> JobRun<'a> {
         let trainer = context.compute.start_trainer(&config, start, &job.spec.trainer)?;
         // This term may have been led from here before. No start gives out a million episodes in a millisecond.
         let first = if planted::has(Bug::ReissueEpisode) { 0 } else { (context.clock)().0.saturating_mul(1 << 20) };
-        let ledger = Ledger::new(job.clone(), term, state.version, tasks).counting_from(first);
+        let ledger = Ledger::new(job.clone(), term, state.version, tasks);
+        let ledger = ledger.of_line(state.lineage.clone()).counting_from(first);
         *desk.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(Open { term, ledger });
         let mismatch_limit = job.spec.trainer.mismatch_kl_alarm;
         let run = Self {
@@ -267,7 +268,7 @@ impl<'a> JobRun<'a> {
     /// Starts what can start: a step, the end of an evaluation, the end of the job.
     async fn advance(&mut self) -> Result<ControlFlow<()>, String> {
         if let Some(e) = self.desk.with_ledger(|l| l.finished_evaluation()).flatten() {
-            tracing::info!(model = %self.desk.model, phase = ?e.phase, version = e.version.0, scores = ?e.scores, "evaluated");
+            tracing::info!(model = %self.desk.model, phase = ?e.phase, version = %e.version, scores = ?e.scores, "evaluated");
             self.propose(ControlEntry::EvaluationCompleted(e.clone())).await?;
             self.desk.with_ledger(|l| l.handle_evaluated(e));
             self.collecting_since = Instant::now();
@@ -282,10 +283,10 @@ impl<'a> JobRun<'a> {
             && let Some(batch) = self.desk.with_ledger(Ledger::take_batch).flatten()
         {
             if planted::has(Bug::ConsumeBeforeCommit) {
-                self.desk.context.rollouts.mark_consumed_early(&batch.consumed(), batch.version.next());
+                self.desk.context.rollouts.mark_consumed_early(&batch.consumed(), batch.next);
             }
             let every = self.job.spec.optimizer_state_every;
-            let with_optimizer_state = every > 0 && batch.version.next().0 % every == 0;
+            let with_optimizer_state = every > 0 && batch.next.steps().is_multiple_of(every);
             let spec = &self.job.spec;
             let done_steps = self.desk.with_ledger(|l| l.job().steps).unwrap_or_default();
             let done = self.trainer.step(StepInput {
@@ -302,13 +303,13 @@ impl<'a> JobRun<'a> {
 
     fn tell(&self) {
         let said = self.desk.with_ledger(|l| match (&self.training, l.evaluation_progress()) {
-            (Some(t), _) => format!("training version {}", t.batch.version.next()),
+            (Some(t), _) => format!("training version {}", t.batch.next),
             (None, Some((phase, have, of))) => {
                 format!("evaluating ({phase:?}): {have} of {of} episodes, {} running", l.running())
             }
             (None, None) => format!(
                 "collecting for version {}: {} of {} whole groups, {} episodes accepted, {} running",
-                l.version().next(),
+                l.next_version(),
                 l.whole_groups(),
                 l.job().spec.groups_per_step,
                 l.accepted(),
@@ -339,7 +340,7 @@ impl<'a> JobRun<'a> {
             optimizer_state = Some(m);
         }
         let holders = self.place(manifests, weights_delta.clone()).await?;
-        let version = t.batch.version.next();
+        let version = t.batch.next;
         let consumed = t.batch.consumed();
         let mut metrics = metrics_of(&t.batch, &stepped.report);
         if metrics.trained_tokens > 0 {
@@ -357,6 +358,7 @@ impl<'a> JobRun<'a> {
         let step = StepCommitted {
             job: self.job.job,
             term: self.term,
+            parent: t.batch.version,
             version,
             weights: weights.clone(),
             weights_delta,

@@ -8,7 +8,7 @@ use starling_protocol::control::ControlEntry;
 use starling_protocol::manifest::Manifest;
 use starling_protocol::record::Role;
 use starling_protocol::wire::ModelAnnouncement;
-use starling_protocol::{ModelName, PolicyVersion};
+use starling_protocol::{Line, Lineage, ModelName, PolicyVersion};
 use tokio::time::sleep;
 
 use crate::support::*;
@@ -121,7 +121,7 @@ async fn only_members_speak_and_only_they_invite() {
     world.start(stranger, Role::Witness).await;
     world.settle().await;
     let groups = world.groups(leader);
-    let outcome = groups.on_join(stranger, &model()).await;
+    let outcome = groups.on_join(stranger, &model(), &Lineage::default()).await;
     assert!(matches!(outcome, Err(JoinError::UnknownInviter { .. })), "{outcome:?}");
     world.start(id(8), Role::Server).await;
     world
@@ -130,21 +130,22 @@ async fn only_members_speak_and_only_they_invite() {
         })
         .await;
     assert_eq!(world.view(leader).term, term, "nobody stood for election meanwhile");
-    assert!(groups.on_join(id(8), &model()).await.is_ok(), "a learner is a member");
+    assert!(groups.on_join(id(8), &model(), &Lineage::default()).await.is_ok(), "a learner is a member");
 
     // Known by announcement, unknown by log: only who is announced may call a node into it.
     let other = ModelName::new("other").unwrap();
     let a = ModelAnnouncement {
         model: other.clone(),
+        line: Line::default(),
         voters: vec![id(2)],
         leader: None,
         version: PolicyVersion(0),
         running_job: None,
     };
     groups.on_announcement(&a);
-    let refused = groups.on_join(id(3), &other).await;
+    let refused = groups.on_join(id(3), &other, &Lineage::default()).await;
     assert!(matches!(refused, Err(JoinError::NotAMember { from, .. }) if from == id(3)), "{refused:?}");
-    assert!(groups.on_join(id(2), &other).await.is_ok());
+    assert!(groups.on_join(id(2), &other, &Lineage::default()).await.is_ok());
 }
 
 #[tokio::test(start_paused = true)]
@@ -157,16 +158,16 @@ async fn one_inviter_cannot_fill_a_node_with_groups() {
     let groups = world.groups(id(1));
     let name = |who: u8, n: u32| ModelName::new(format!("m{who}-{n}")).unwrap();
     for n in 0..64 {
-        groups.on_join(id(2), &name(2, n)).await.unwrap();
+        groups.on_join(id(2), &name(2, n), &Lineage::default()).await.unwrap();
     }
-    let refused = groups.on_join(id(2), &name(2, 64)).await;
+    let refused = groups.on_join(id(2), &name(2, 64), &Lineage::default()).await;
     assert!(matches!(refused, Err(JoinError::TooMany { max: 64, .. })), "{refused:?}");
-    groups.on_join(id(2), &name(2, 0)).await.unwrap();
-    groups.on_join(id(3), &name(3, 0)).await.unwrap();
+    groups.on_join(id(2), &name(2, 0), &Lineage::default()).await.unwrap();
+    groups.on_join(id(3), &name(3, 0), &Lineage::default()).await.unwrap();
     // The bound holds over a restart.
     world.crash(id(1), false);
     world.start(id(1), Role::Server).await;
     world.settle().await;
-    let refused = world.groups(id(1)).on_join(id(2), &name(2, 64)).await;
+    let refused = world.groups(id(1)).on_join(id(2), &name(2, 64), &Lineage::default()).await;
     assert!(matches!(refused, Err(JoinError::TooMany { .. })), "{refused:?}");
 }
