@@ -612,11 +612,11 @@ fn lines_that_went_apart_may_each_consume_a_rollout(store: SharedStore) {
     };
     let (a, b) = (line(1), line(2));
     let mut batch = Batch::new();
-    put_step(&mut batch, &m, &example_step(1, vec![ids[0]]));
+    put_step(&mut batch, &m, &example_step(1, vec![ids[0]]), Term(1));
     // Beyond the fork, and in two lines from it.
-    put_step(&mut batch, &m, &example_step(2, vec![ids[1]]));
-    put_step(&mut batch, &m, &step(&a, PolicyVersion(1), &[ids[1]]));
-    put_step(&mut batch, &m, &step(&b, PolicyVersion(1), &[ids[1], ids[2]]));
+    put_step(&mut batch, &m, &example_step(2, vec![ids[1]]), Term(1));
+    put_step(&mut batch, &m, &step(&a, PolicyVersion(1), &[ids[1]]), Term(1));
+    put_step(&mut batch, &m, &step(&b, PolicyVersion(1), &[ids[1], ids[2]]), Term(1));
     store.write(batch, Synced).unwrap();
     let report = audit(&[store.clone()], []).unwrap();
     assert!(report.is_clean(), "{report:?}");
@@ -624,7 +624,7 @@ fn lines_that_went_apart_may_each_consume_a_rollout(store: SharedStore) {
     // Twice in one history: before the fork and after it.
     let again = step(&b, b.line.version(2), &[ids[0]]);
     let mut batch = Batch::new();
-    put_step(&mut batch, &m, &again);
+    put_step(&mut batch, &m, &again, Term(1));
     store.write(batch, Synced).unwrap();
     let report = audit(&[store], []).unwrap();
     let by = [PolicyVersion(1), again.version].map(|v| (m.clone(), v)).to_vec();

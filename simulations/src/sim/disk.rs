@@ -10,6 +10,9 @@ use starling_storage::{Batch, Durability, Family, KeyValue, MemoryStore, Op, Sto
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+/// A line has at most 255 before it, a version each.
+const LINEAGE_LEN_BYTES_MAX: usize = 4 << 10;
+
 /// See the module's text. It outlives its node's processes.
 pub(crate) struct SimDisk {
     node: NodeIx,
@@ -112,7 +115,7 @@ impl SimDisk {
 
     fn tell_line(&self, key: &[u8], value: &[u8]) {
         let Some((model, "lineage")) = split_raft_meta_key(key) else { return };
-        if let Ok(lineage) = decode::<Lineage>("lineage", value, STEP_LEN_BYTES_MAX) {
+        if let Ok(lineage) = decode::<Lineage>("lineage", value, LINEAGE_LEN_BYTES_MAX) {
             self.recorder.record(Event::Entered { node: self.node, model, lineage });
         }
     }

@@ -69,6 +69,7 @@ fn is_of_an_episode(event: &Event) -> bool {
         | Event::Synced { .. }
         | Event::Deleted { .. }
         | Event::MarkedConsumed { .. }
+        | Event::Unmarked { .. }
         | Event::Granted { .. }
         | Event::Released { .. }
         | Event::Sealed { .. }
@@ -81,6 +82,7 @@ fn is_of_an_episode(event: &Event) -> bool {
         | Event::Healed
         | Event::Leads { .. }
         | Event::Applied { .. }
+        | Event::Entered { .. }
         | Event::Rotted { .. }
         | Event::Served { .. } => false,
     }

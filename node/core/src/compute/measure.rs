@@ -1,6 +1,6 @@
 //! How fast a device trains: one short step over a batch that is the same on every node, so that the numbers compare.
 
-use super::Compute;
+use super::{Compute, StepInput, TrainerStart};
 use starling_engine::Sample;
 use starling_protocol::job::TrainerSpec;
 use starling_protocol::record::Fitness;
@@ -22,6 +22,7 @@ fn batch() -> Vec<Sample> {
         loss_mask: (0..TOKENS).map(|t| t > 0).collect(),
         behaviour_logprobs: vec![-1.0; TOKENS as usize],
         advantage: if i.is_multiple_of(2) { 1.0 } else { -1.0 },
+        ..Sample::default()
     };
     (0..SEQUENCES).map(sequence).collect()
 }
@@ -62,10 +63,13 @@ pub(crate) async fn measure(compute: &dyn Compute, config: &[u8], weights: Vec<u
 }
 
 async fn time_step(compute: &dyn Compute, config: &[u8], weights: Vec<u8>) -> Result<Duration, String> {
-    let trainer = compute.start_trainer(config, weights, None, &TrainerSpec::default())?;
+    let spec = TrainerSpec::default();
+    let start = TrainerStart { weights, ..TrainerStart::default() };
+    let trainer = compute.start_trainer(config, start, &spec)?;
+    let input = || StepInput { samples: batch(), learning_rate: spec.learning_rate, with_optimizer_state: false };
     let gone = "the trainer ended";
-    trainer.step(batch(), false).await.map_err(|_dropped| gone)??;
+    trainer.step(input()).await.map_err(|_dropped| gone)??;
     let begun = Instant::now();
-    trainer.step(batch(), false).await.map_err(|_dropped| gone)??;
+    trainer.step(input()).await.map_err(|_dropped| gone)??;
     Ok(begun.elapsed())
 }

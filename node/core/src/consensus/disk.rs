@@ -206,7 +206,7 @@ impl Disk {
                     let taken = payload.0.taken_over(fork, &before, &lineage.line);
                     let answer = applied.state.apply(entry_term, &taken);
                     if let (Applied::Yes, ControlEntry::StepCommitted(step)) = (answer, taken) {
-                        steps::put_step(&mut batch, self.group(), &step);
+                        steps::put_step(&mut batch, self.group(), &step, entry_term);
                         self.put_consumed(&mut batch, step.version, &step.consumed);
                     }
                 }

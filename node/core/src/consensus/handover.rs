@@ -3,10 +3,9 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 
-use openraft::ServerState;
 use starling_protocol::record::{Fitness, Intake, NodeRecord, Role};
 use starling_protocol::{ModelName, NodeId};
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use super::group::Group;
 use super::groups::Groups;

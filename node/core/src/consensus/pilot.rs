@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use openraft::{ChangeMembers, EmptyNode};
 use starling_protocol::record::Role;

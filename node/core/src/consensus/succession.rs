@@ -35,7 +35,7 @@ impl Reigns {
         let Some(leader) = leader else { return };
         match self.now {
             Some((current, _)) if current == leader => return,
-            Some((former, since)) if version.0.saturating_sub(since.0) < SHORT_REIGN_STEPS => {
+            Some((former, since)) if version.steps().saturating_sub(since.steps()) < SHORT_REIGN_STEPS => {
                 let times = self.short.get(&former).map_or(0, |(_, times)| *times);
                 let time = BARRED_MIN.saturating_mul(1 << times.min(16)).min(BARRED_MAX);
                 self.short.insert(former, (now + time, times + 1));
@@ -44,11 +44,6 @@ impl Reigns {
             None => {}
         }
         self.now = Some((leader, version));
-    }
-
-    /// The last known leader.
-    pub(super) fn last(&self) -> Option<NodeId> {
-        self.now.map(|(leader, _)| leader)
     }
 
     /// Whether `node` lost the leadership so soon that it is not asked again yet.

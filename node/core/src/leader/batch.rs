@@ -2,6 +2,8 @@
 
 use starling_engine::{Sample, StepReport};
 use starling_protocol::algorithm::{AlgorithmSpec, Objective};
+
+use starling_protocol::PolicyVersion;
 use starling_protocol::control::StepMetrics;
 use starling_protocol::ledger::{AcceptedRollout, RolloutGroup, TrainingBatch};
 use std::collections::BTreeMap;
@@ -10,7 +12,7 @@ use std::collections::BTreeMap;
 /// without advantages and timelines without trained tokens carry no gradient and are left out; so are, for the
 /// supervised objective, episodes that are not better than their group.
 pub(crate) fn samples_of(batch: &TrainingBatch, algorithm: &AlgorithmSpec) -> Vec<Sample> {
-    let version = batch.version.0;
+    let version = batch.version.steps();
     let trains = |advantage: f32| algorithm.objective != Objective::Supervised || advantage > 0.0;
     let sample = |episode: u64, advantage: f32, t: &starling_protocol::rollout::Timeline| Sample {
         tokens: t.tokens.clone(),
@@ -21,7 +23,7 @@ pub(crate) fn samples_of(batch: &TrainingBatch, algorithm: &AlgorithmSpec) -> Ve
             .policy_versions
             .iter()
             .zip(&t.loss_mask)
-            .map(|(v, m)| if *m { u32::try_from(version.saturating_sub(v.0)).unwrap_or(u32::MAX) } else { 0 })
+            .map(|(v, m)| if *m { u32::try_from(version.saturating_sub(v.steps())).unwrap_or(u32::MAX) } else { 0 })
             .collect(),
         episode: Some(episode),
     };

@@ -348,7 +348,7 @@ impl<'a> JobRun<'a> {
             self.alarm = metrics.mismatch_alarm.map(|alarm| {
                 let limit = self.job.spec.trainer.mismatch_kl_alarm;
                 let (kl, what) = (metrics.mismatch_kl, if alarm == MismatchAlarm::Rising { "rising" } else { "too high" });
-                tracing::warn!(model = %self.desk.model, version = version.0, kl, limit, "mismatch of sampler and trainer is {what}");
+                tracing::warn!(model = %self.desk.model, %version, kl, limit, "mismatch of sampler and trainer is {what}");
                 format!("mismatch KL {what}: {kl:.2e}, limit {limit}")
             });
         }
@@ -383,7 +383,7 @@ impl<'a> JobRun<'a> {
             m.staleness_mean
         );
         self.propose(ControlEntry::StepCommitted(Box::new(step))).await?;
-        tracing::info!(model = %self.desk.model, version = version.0, "step committed: {facts}");
+        tracing::info!(model = %self.desk.model, %version, "step committed: {facts}");
         self.weights = weights;
         self.desk.with_ledger(|l| l.handle_committed(version, &consumed));
         self.collecting_since = Instant::now();
