@@ -3,11 +3,12 @@
 mod holders;
 
 use holders::{JOB, TestKey, World, id, model};
-use starling_core::compute::{Compute, Engine, StepTrainer, Stepped, TrainingMemory};
+use starling_core::compute::{Compute, Engine, StepInput, StepTrainer, Stepped, TrainerStart, TrainingMemory};
 use starling_core::maintenance::MaintenanceConfig;
 use starling_core::runtime::spawn;
 use starling_engine::{
-    Device, EngineError, GenerateRequest, LlamaConfig, Sample, StepReport, TokenSink, Trainer, TrainerConfig, Weights,
+    Architecture, Device, EngineError, GenerateRequest, LlamaConfig, StepReport, TokenSink, Trainer, TrainerConfig,
+    Weights,
 };
 use starling_protocol::assignment::Assignment;
 use starling_protocol::control::{ControlEntry, ModelState};
@@ -64,19 +65,18 @@ impl Compute for TestCompute {
     fn start_trainer(
         &self,
         config: &[u8],
-        weights: Vec<u8>,
-        optimizer_state: Option<Vec<u8>>,
+        start: TrainerStart,
         spec: &TrainerSpec,
     ) -> Result<Box<dyn StepTrainer>, String> {
         if !self.real {
             let (node, takes) = (self.node, self.takes);
-            return Ok(Box::new(FakeTrainer { node, takes, weights: Arc::new(Mutex::new(weights)) }));
+            return Ok(Box::new(FakeTrainer { node, takes, weights: Arc::new(Mutex::new(start.weights)) }));
         }
         let config = LlamaConfig::from_json(config).map_err(|e| e.to_string())?;
-        let weights = Weights::from_safetensors(&config, &weights, &Device::Cpu).map_err(|e| e.to_string())?;
+        let weights = Weights::from_safetensors(&config, &start.weights, &Device::Cpu).map_err(|e| e.to_string())?;
         let options = TrainerConfig { learning_rate: 0.01, betas: spec.betas, threads: 1, ..TrainerConfig::default() };
         let mut trainer = Trainer::new(config, &weights, options, Device::Cpu).map_err(|e| e.to_string())?;
-        if let Some(state) = optimizer_state {
+        if let Some(state) = start.optimizer_state {
             trainer.load_optimizer_state(&state).map_err(|e| e.to_string())?;
         }
         Ok(Box::new(RealTrainer(Mutex::new(trainer))))
@@ -89,12 +89,12 @@ impl Compute for TestCompute {
 struct RealTrainer(Mutex<Trainer>);
 
 impl StepTrainer for RealTrainer {
-    fn step(&self, samples: Vec<Sample>, with_optimizer_state: bool) -> oneshot::Receiver<Result<Stepped, String>> {
+    fn step(&self, input: StepInput) -> oneshot::Receiver<Result<Stepped, String>> {
         let (answer, done) = oneshot::channel();
         let mut trainer = self.0.lock().unwrap();
-        let report = trainer.step(&samples).unwrap();
+        let report = trainer.step(&input.samples).unwrap();
         let weights = trainer.weights().unwrap().to_safetensors().unwrap();
-        let optimizer_state = with_optimizer_state.then(|| trainer.optimizer_state().unwrap());
+        let optimizer_state = input.with_optimizer_state.then(|| trainer.optimizer_state().unwrap());
         let _gone = answer.send(Ok(Stepped { weights, optimizer_state, report }));
         done
     }
@@ -107,14 +107,14 @@ struct FakeTrainer {
 }
 
 impl StepTrainer for FakeTrainer {
-    fn step(&self, _: Vec<Sample>, with_optimizer_state: bool) -> oneshot::Receiver<Result<Stepped, String>> {
+    fn step(&self, input: StepInput) -> oneshot::Receiver<Result<Stepped, String>> {
         let (answer, done) = oneshot::channel();
         let (node, takes, weights) = (self.node, self.takes, self.weights.clone());
         drop(spawn(async move {
             sleep(takes).await;
             let mut weights = weights.lock().unwrap();
             *weights = Hash::of(&[&node.0[..], &weights[..]].concat()).0.repeat(64);
-            let optimizer_state = with_optimizer_state.then(|| b"moments".to_vec());
+            let optimizer_state = input.with_optimizer_state.then(|| b"moments".to_vec());
             let stepped = Stepped { weights: weights.clone(), optimizer_state, report: StepReport::default() };
             let _gone = answer.send(Ok(stepped));
         }));
@@ -124,6 +124,8 @@ impl StepTrainer for FakeTrainer {
 
 fn tiny() -> LlamaConfig {
     LlamaConfig {
+        architecture: Architecture::Llama,
+        rope_scaling: None,
         vocab_size: 16,
         hidden_size: 8,
         intermediate_size: 16,

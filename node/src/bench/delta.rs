@@ -10,7 +10,7 @@ use starling_engine::{
     SampledToken, SamplingParams, TokenSink, Trainer, TrainerConfig, Weights,
 };
 use starling_gateway::text::byte_model::{ASSISTANT, END, USER};
-use starling_protocol::advantage::{AdvantageRule, group_advantages};
+use starling_protocol::advantage::{AdvantageRule, batch_advantages};
 use starling_storage::delta;
 use std::sync::mpsc;
 
@@ -89,7 +89,7 @@ fn play(cfg: &LlamaConfig, weights: &Weights) -> anyhow::Result<Vec<Sample>> {
     let mut samples = Vec::new();
     for ((prompt, answer), group) in tasks.iter().zip(said.chunks(GROUP)) {
         let rewards: Vec<f32> = group.iter().map(|t| f32::from(u8::from(is_right(t, answer)))).collect();
-        let Some(advantages) = group_advantages(AdvantageRule::Grpo, &rewards) else { continue };
+        let Some(Some(advantages)) = batch_advantages(AdvantageRule::Grpo, &[rewards]).pop() else { continue };
         samples.extend(group.iter().zip(advantages).map(|(tokens, advantage)| sample(prompt, tokens, advantage)));
     }
     ensure!(!samples.is_empty(), "every group got equal rewards: nothing to learn from");
@@ -118,6 +118,7 @@ fn sample(prompt: &[u32], said: &[SampledToken], advantage: f32) -> Sample {
         loss_mask: (0..len).map(trains).collect(),
         behaviour_logprobs: std::iter::repeat_n(0.0, prompt.len()).chain(said.iter().map(|t| t.logprob)).collect(),
         advantage,
+        ..Sample::default()
     }
 }
 

@@ -66,7 +66,7 @@ fn batch(rule: starling_protocol::advantage::AdvantageRule) -> TrainingBatch {
         advantages,
     };
     let groups = (0..).zip(groups.into_iter().zip(advantages)).map(group).collect();
-    TrainingBatch { version: PolicyVersion(5), groups, groups_opened: vec![2] }
+    TrainingBatch { version: PolicyVersion(5), next: PolicyVersion(6), groups, groups_opened: vec![2] }
 }
 
 #[test]
