@@ -23,9 +23,22 @@ pub fn put_blob(store: &dyn Store, bytes: &[u8], durability: Durability) -> Resu
     Ok(hash)
 }
 
-/// Puts blobs whose hashes the caller has just checked, without the log and without looking whether they are here: for
-/// chunks that are known to be missing. They stay missing until [`settle_blobs`] says that they are here, and may be gone
-/// with the process before.
+/// Stores blobs whose hashes the caller has just checked, in one write. Unlike [`put_blob`] it does not look whether
+/// they are here already: for chunks that are known to be missing, which must not be read, compared and copied again.
+///
+/// # Errors
+/// As [`Store::write`]; then none is stored.
+pub fn put_new_blobs(store: &dyn Store, blobs: Vec<(Hash, Vec<u8>)>, durability: Durability) -> Result<(), StoreError> {
+    let mut batch = Batch::new();
+    for (hash, bytes) in blobs {
+        batch.put(Family::BlobIndex, hash.0, (bytes.len() as u64).to_be_bytes());
+        batch.put(Family::Blobs, hash.0, bytes);
+    }
+    store.write(batch, durability)
+}
+
+/// As [`put_new_blobs`], but past the log: for many chunks, which are then written once and not twice. They count as
+/// missing until [`settle_blobs`] says that they are here, and may be gone with the process before.
 ///
 /// # Errors
 /// As [`Store::write`].

@@ -7,8 +7,8 @@
 
 use crate::acknowledged::{Acknowledged, acknowledged, all_acknowledged, record_acknowledged};
 use crate::blobs::{
-    delete_blobs, get_blob, has_blob, list_blobs, missing_chunks, put_blob, put_manifest_bytes, put_unsettled_blobs,
-    read_manifest, settle_blobs,
+    delete_blobs, get_blob, has_blob, list_blobs, missing_chunks, put_blob, put_manifest_bytes, put_new_blobs,
+    put_unsettled_blobs, read_manifest, settle_blobs,
 };
 use crate::consumed::{all_consumed, is_consumed, mark_consumed, unmark_consumed};
 use crate::quarantine::{quarantine_blob, quarantine_rollout, quarantined};
@@ -426,6 +426,8 @@ fn a_consumed_and_deleted_rollout_is_not_lost(store: SharedStore) {
 fn the_blob_index_follows_the_blobs(store: SharedStore) {
     let m = put_manifest_bytes(&store, &noise(9, 2 * CHUNK_LEN_BYTES + 5)).unwrap();
     let one = put_blob(&store, b"one", Synced).unwrap();
+    put_new_blobs(&store, vec![(Hash::of(b"three"), b"three".to_vec())], Synced).unwrap();
+    delete_blobs(&store, [Hash::of(b"three")]).unwrap();
     put_unsettled_blobs(&store, vec![(Hash::of(b"two"), b"two".to_vec())]).unwrap();
     assert!(!has_blob(&store, Hash::of(b"two")).unwrap(), "a crash may still take it away");
     settle_blobs(&store, &[(Hash::of(b"two"), 3)]).unwrap();

@@ -14,8 +14,8 @@ pub struct MeshConfig {
     pub identity: Identity,
     /// The mesh's id. Nodes of another mesh are refused: all protocol names carry its first eight digits.
     pub network: Hash,
-    /// Where to listen. Default: the loopback device, any port, TCP. On one machine it takes less CPU than QUIC
-    /// (`starling bench calls`), and the kernel ends the connections of a process that was killed at once.
+    /// Where to listen. Default: the loopback device, any port, TCP. On one machine the kernel ends the connections of a
+    /// process that was killed at once, and weights move faster than over QUIC; see `docs/mesh.md`.
     pub listen: Vec<Multiaddr>,
     /// Addresses under which this node can be reached from elsewhere, if it cannot find out (port forwarding).
     pub external: Vec<Multiaddr>,

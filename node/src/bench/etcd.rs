@@ -114,8 +114,8 @@ impl Etcd {
                     turn += 1;
                     let (http, url) = (self.http.clone(), survivors[turn % survivors.len()].clone());
                     requests.spawn(async move { Found::Wrote(write(&http, &url).await) });
-                    for url in survivors.iter().cloned() {
-                        let http = self.http.clone();
+                    for survivor in &survivors {
+                        let (http, url) = (self.http.clone(), survivor.clone());
                         requests.spawn(async move { Found::Leads(status(&http, &url).await.as_ref().is_some_and(leads)) });
                     }
                 }

@@ -21,14 +21,15 @@ pub(super) const POLL: Duration = Duration::from_millis(5);
 pub(super) const LIMIT: Duration = Duration::from_secs(60);
 const PEER: &str = "etcd, three nodes";
 /// Small steps, so that what is measured is the failover and not the training: 8 episodes of at most 8 tokens, which
-/// take a few milliseconds. Else it is a job as any other: every step trains, commits new weights and optimizer state, and
-/// has both on a second node before.
+/// take a few milliseconds, and optimizer state with each hundredth. Else it is a job as any other: every step trains and has
+/// its new weights on a second node before it is committed.
 const JOB: &str = r#"
 name = "failover"
 steps = 1
 groups_per_step = 2
 group_size = 4
 staleness_max = 4
+optimizer_state_every = 100
 
 [model]
 name = "starling-byte"

@@ -7,8 +7,8 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use starling_protocol::transfer::{Outcome, Transfer};
 use starling_protocol::wire::{BlobCall, BlobReply};
 use starling_protocol::{Hash, NodeId, Timestamp};
-use starling_storage::blobs::{put_unsettled_blobs, settle_blobs};
-use starling_storage::{SharedStore, StoreError};
+use starling_storage::blobs::{put_new_blobs, put_unsettled_blobs, settle_blobs};
+use starling_storage::{Batch, Durability, SharedStore, Store, StoreError};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -16,7 +16,9 @@ use tokio::time::Instant;
 const CHUNK_LIMIT: Duration = Duration::from_secs(10);
 /// Chunks in one write: 8 MiB in one batch, which RocksDB keeps in memory until it is in a file.
 const CHUNKS_PER_WRITE: usize = 8;
-/// Chunks after which what came is made durable: what a transfer that is broken off has to fetch again, at most.
+/// So many chunks go through the log, with one sync; more go past it, which costs several and writes them once.
+const CHUNKS_LOGGED_MAX: usize = 16;
+/// Chunks past the log after which what came is made durable: what a transfer that is broken off has to fetch again, at most.
 const CHUNKS_PER_SETTLING: usize = 64;
 /// Chunks that came and are not written yet; no more are asked for beyond. With those in flight and in the write, a
 /// transfer takes (32 + 32 + 8) × 1 MiB = 72 MiB at most.
@@ -37,6 +39,7 @@ struct Answer {
 /// An error keeps what came; dropping it keeps all but the last 64 MiB.
 pub(super) async fn fetch_chunks(blobs: &Blobs, missing: Vec<Hash>, peers: &[NodeId]) -> Result<(), BlobError> {
     let local = blobs.transport.local();
+    let logged = missing.len() <= CHUNKS_LOGGED_MAX;
     let mut transfer = Transfer::new(missing, peers.iter().copied().filter(|p| *p != local));
     let mut asked = FuturesUnordered::new();
     let mut unwritten: Vec<(Hash, Vec<u8>)> = Vec::new();
@@ -54,10 +57,13 @@ pub(super) async fn fetch_chunks(blobs: &Blobs, missing: Vec<Hash>, peers: &[Nod
         }
         if writing.is_none() && !unwritten.is_empty() {
             let part: Vec<_> = unwritten.drain(..unwritten.len().min(CHUNKS_PER_WRITE)).collect();
-            unsettled.extend(part.iter().map(|(hash, bytes)| (*hash, bytes.len() as u64)));
-            let full = unsettled.len() >= CHUNKS_PER_SETTLING;
-            let settled = if full { std::mem::take(&mut unsettled) } else { Vec::new() };
-            writing = Some(write(blobs.store.clone(), part, settled));
+            writing = Some(if logged {
+                write_logged(blobs.store.clone(), part)
+            } else {
+                unsettled.extend(part.iter().map(|(hash, bytes)| (*hash, bytes.len() as u64)));
+                let full = unsettled.len() >= CHUNKS_PER_SETTLING;
+                write(blobs.store.clone(), part, if full { std::mem::take(&mut unsettled) } else { Vec::new() })
+            });
         }
         if writing.is_none() && (transfer.is_done() || transfer.in_flight() == 0) {
             break;
@@ -95,7 +101,13 @@ pub(super) async fn fetch_chunks(blobs: &Blobs, missing: Vec<Hash>, peers: &[Nod
             () = overdue => {}
         }
     }
-    write(blobs.store.clone(), Vec::new(), unsettled).await??;
+    if logged {
+        // The log orders all writes: one sync makes the buffered ones before it durable.
+        let store = blobs.store.clone();
+        blocking(move || store.write(Batch::new(), Durability::Synced)).await??;
+    } else {
+        write(blobs.store.clone(), Vec::new(), unsettled).await??;
+    }
     match transfer.a_missing_chunk() {
         None => Ok(()),
         Some(chunk) => {
@@ -107,7 +119,14 @@ pub(super) async fn fetch_chunks(blobs: &Blobs, missing: Vec<Hash>, peers: &[Nod
     }
 }
 
-/// Writes `part`, then makes `settled` durable, if there is any.
+fn write_logged(
+    store: SharedStore,
+    part: Vec<(Hash, Vec<u8>)>,
+) -> BoxFuture<'static, Result<Result<(), StoreError>, Stopped>> {
+    Box::pin(blocking(move || put_new_blobs(&*store, part, Durability::Buffered)))
+}
+
+/// Writes `part` past the log, then makes `settled` durable, if there is any.
 fn write(
     store: SharedStore,
     part: Vec<(Hash, Vec<u8>)>,

@@ -131,15 +131,18 @@ impl<'a> JobRun<'a> {
         let context = &desk.context;
         desk.doing(format!("loading job {}", job.spec.name));
         let sources = context.models.sources_of(&desk.model);
-        let mut tasks = Vec::new();
-        for set in &job.spec.tasks {
-            let train = load_tasks(desk, &set.train).await?;
-            let heldout = match &set.heldout {
-                Some(m) => load_tasks(desk, m).await?,
-                None => Vec::new(),
-            };
-            tasks.push(LoadedTasks { train, heldout });
-        }
+        let tasks = async {
+            let mut tasks = Vec::new();
+            for set in &job.spec.tasks {
+                let train = load_tasks(desk, &set.train).await?;
+                let heldout = match &set.heldout {
+                    Some(m) => load_tasks(desk, m).await?,
+                    None => Vec::new(),
+                };
+                tasks.push(LoadedTasks { train, heldout });
+            }
+            Ok::<_, String>(tasks)
+        };
         let manifest = state.weights.as_ref().ok_or("the model has no weights")?;
         // A holder need not serve the model, so the log knows more than the mesh says.
         let with_holders = |holders: &[NodeId]| -> Vec<NodeId> {
@@ -147,28 +150,32 @@ impl<'a> JobRun<'a> {
             live.chain(&sources).copied().collect::<BTreeSet<_>>().into_iter().collect()
         };
         let holders = with_holders(&state.weights_holders);
-        let weights = context.blobs.fetch(manifest, &holders).await.map_err(|e| e.to_string())?;
-        let config = load_config(desk, state).await?;
-        let optimizer_state = match &state.optimizer_state {
+        let weights = async { context.blobs.fetch(manifest, &holders).await.map_err(|e| e.to_string()) };
+        let optimizer_state = async {
+            let Some((version, m)) = &state.optimizer_state else { return Ok(None) };
             // Moments some versions old are better than none; they must not keep a model from training.
-            Some((version, m)) => match context.blobs.fetch(m, &with_holders(&state.optimizer_holders)).await {
+            Ok(match context.blobs.fetch(m, &with_holders(&state.optimizer_holders)).await {
                 Ok(bytes) => Some(bytes),
                 Err(e) => {
                     tracing::warn!(model = %desk.model, %version, error = %e, "optimizer starts without its moments");
                     None
                 }
-            },
-            None => None,
+            })
         };
         // The weights before the job's first step: the current ones until there was one.
-        let reference = match state.reference.as_ref().filter(|r| r.job == job.job) {
-            _ if !job.spec.trainer.algorithm.needs_reference() => None,
-            None => Some(weights.clone()),
-            Some(r) => {
-                let found = context.blobs.fetch(&r.weights, &with_holders(&r.holders)).await;
-                Some(found.map_err(|e| format!("the job's first weights, which its KL needs: {e}"))?)
+        let reference = async {
+            match state.reference.as_ref().filter(|r| r.job == job.job) {
+                Some(r) if job.spec.trainer.algorithm.needs_reference() => {
+                    let found = context.blobs.fetch(&r.weights, &with_holders(&r.holders)).await;
+                    found.map(Some).map_err(|e| format!("the job's first weights, which its KL needs: {e}"))
+                }
+                _ => Ok(None),
             }
         };
+        let (tasks, weights, config, optimizer_state, reference) =
+            futures::try_join!(tasks, weights, load_config(desk, state), optimizer_state, reference)?;
+        let needs_reference = job.spec.trainer.algorithm.needs_reference();
+        let reference = reference.or_else(|| needs_reference.then(|| weights.clone()));
         let start = TrainerStart { weights, optimizer_state, reference };
         let trainer = context.compute.start_trainer(&config, start, &job.spec.trainer)?;
         // This term may have been led from here before. No start gives out a million episodes in a millisecond.
@@ -330,15 +337,20 @@ impl<'a> JobRun<'a> {
         let train_ms = millis(t.since);
         let replicating = Instant::now();
         let bytes = stepped.weights.clone();
-        let weights = context.blobs.put(stepped.weights).await.map_err(|e| e.to_string())?;
-        let weights_delta = context.blobs.put_delta(&self.weights, bytes).await.map_err(|e| e.to_string())?;
-        let mut manifests = vec![weights.clone()];
-        let mut optimizer_state = None;
-        if let Some(bytes) = stepped.optimizer_state.filter(|_| t.with_optimizer_state) {
-            let m = context.blobs.put(bytes).await.map_err(|e| e.to_string())?;
-            manifests.push(m.clone());
-            optimizer_state = Some(m);
-        }
+        let optimizer_state = stepped.optimizer_state.filter(|_| t.with_optimizer_state);
+        // At the same time, so that they share their syncs.
+        let (weights, weights_delta, optimizer_state) = futures::try_join!(
+            context.blobs.put(stepped.weights),
+            context.blobs.put_delta(&self.weights, bytes),
+            async {
+                match optimizer_state {
+                    Some(bytes) => context.blobs.put(bytes).await.map(Some),
+                    None => Ok(None),
+                }
+            }
+        )
+        .map_err(|e| e.to_string())?;
+        let manifests: Vec<Manifest> = std::iter::once(&weights).chain(&optimizer_state).cloned().collect();
         let holders = self.place(manifests, weights_delta.clone()).await?;
         let version = t.batch.next;
         let consumed = t.batch.consumed();
