@@ -23,7 +23,7 @@ fn models() -> Option<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     // target/release/deps/this
     let dir = std::env::current_exe().unwrap().ancestors().nth(3).unwrap().join("models");
-    match Command::new(root.join("scripts/fetch_models.sh")).arg(&dir).output() {
+    match Command::new(root.join("scripts/fetch_models.sh")).arg(&dir).arg("smollm2").output() {
         Ok(out) if out.status.success() => Some(dir),
         other => {
             eprintln!("SKIPPED: the real models cannot be fetched: {other:?}");
