@@ -102,7 +102,7 @@ mod tests {
     ];
 
     /// Rewards of `n` episodes from a seed, in [-2, 2], some of them equal.
-    fn rewards(seed: u64, n: usize) -> Vec<f32> {
+    fn rewards(seed: usize, n: usize) -> Vec<f32> {
         let hash = blake3::hash(&seed.to_le_bytes());
         hash.as_bytes().iter().take(n).map(|b| f32::from(b % 9) / 2.0 - 2.0).collect()
     }
@@ -147,9 +147,8 @@ mod tests {
 
     #[test]
     fn advantages_follow_their_episodes_under_any_order_and_sum_to_zero() {
-        for seed in 0..200u64 {
-            let groups: Vec<Vec<f32>> =
-                (0..3).map(|g| rewards(seed * 3 + g, 2 + (seed as usize + g as usize) % 7)).collect();
+        for seed in 0..200 {
+            let groups: Vec<Vec<f32>> = (0..3).map(|g| rewards(seed * 3 + g, 2 + (seed + g) % 7)).collect();
             for rule in RULES {
                 let straight = batch_advantages(rule, &groups);
                 let reversed: Vec<Vec<f32>> = groups.iter().rev().map(|g| g.iter().rev().copied().collect()).collect();

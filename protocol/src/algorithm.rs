@@ -408,7 +408,7 @@ impl AlgorithmSpec {
             }
         }
         if let Some(Bounds { low, high }) = self.outlier_guard {
-            let ok = low >= 0.0 && low < 1.0 && high > 1.0 && high.is_finite();
+            let ok = (0.0..1.0).contains(&low) && high > 1.0 && high.is_finite();
             need(ok, "algorithm.outlier_guard", "0 ≤ low < 1 < high, finite", format!("{low} and {high}"))?;
         }
         if let Aggregation::SequenceSum { divisor } = self.aggregation {

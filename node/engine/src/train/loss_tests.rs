@@ -1,5 +1,4 @@
-//! Every loss against JAX's autograd in float64 (`tests/goldens/make_algorithm_goldens.py`), against differences, and at
-//! the edges.
+//! Every loss against numpy in float64 (`tests/goldens/make_algorithm_goldens.py`), against differences, and at the edges.
 
 use super::*;
 use serde_json::Value;
@@ -73,7 +72,7 @@ fn loss_of(case: &Value) -> Loss {
 /// Ratios of f32 logarithms carry some 1e-7 of relative error each and there are a few in a row; 1e-5 of the largest
 /// value is a margin of ten.
 #[test]
-fn loss_and_gradient_per_token_match_jax() {
+fn loss_and_gradient_per_token_match() {
     let root: Value = serde_json::from_str(GOLDENS).unwrap();
     let tokens = tokens(&root["tokens"]);
     let cases = root["tokens"]["cases"].as_object().unwrap();
