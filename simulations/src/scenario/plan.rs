@@ -42,6 +42,8 @@ fn drawn(scenario: &Scenario, rng: &mut ChaCha8Rng) -> Vec<Fault> {
                         nodes: vec![victim(scenario, rng)],
                         power_loss: lost || rng.random_bool(0.6),
                         disk_lost: lost,
+                        // An operator's backup of the key, now and then.
+                        key_kept: lost && rng.random_bool(0.5),
                         away: Some(Duration::from_secs_f64(rng.random_range(0.2..15.0))),
                     }
                 }

@@ -6,13 +6,12 @@ use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use futures::future::BoxFuture;
-use openraft::EmptyNode;
 use openraft::errors::{InitializeError, RaftError};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{Applied, ControlEntry, ModelState};
 use starling_protocol::record::Fitness;
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, LeaderCall, LeaderReply, Service};
-use starling_protocol::{ModelName, NodeId};
+use starling_protocol::{Hash, ModelName, NodeId, StoreId};
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
@@ -24,6 +23,7 @@ use super::log_store::LogStore;
 use super::network::{Incoming, Network, RaftFrame};
 use super::state_machine::StateMachine;
 use super::supervise::WITNESS;
+use super::type_config::Seat;
 use super::view::LeaderView;
 use crate::disk_health::WatchedStore;
 use crate::membership::Membership;
@@ -34,9 +34,23 @@ use crate::watch::{Receiver, Sender, channel, lock};
 /// Most groups on one node: any node may ask to join one, and an idle group costs some heartbeats a second.
 const GROUPS_MAX: usize = 256;
 
+/// The store's id; drawn from `seed` if it is new. A store that cannot say is a new one for this run: this node's seats
+/// are then another store's, which costs them and breaks no promise.
+fn own_store_id(store: &WatchedStore, node: NodeId, seed: u64) -> StoreId {
+    let drawn = Hash::of(&[&b"starling/store/1"[..], &node.0, &seed.to_le_bytes()].concat()).0;
+    let mut fresh = [0; 16];
+    fresh.copy_from_slice(&drawn[..16]);
+    starling_storage::store_id::store_id(store, StoreId(fresh)).unwrap_or_else(|error| {
+        tracing::error!(%error, "the store's id can be neither read nor written: this node keeps none of its seats");
+        StoreId(fresh)
+    })
+}
+
 /// All groups that this node takes part in. One for each model.
 pub struct Groups {
     pub(super) node: NodeId,
+    /// Of this run's store.
+    pub(super) store_id: StoreId,
     pub(super) transport: SharedTransport,
     pub(super) store: WatchedStore,
     pub(super) membership: Arc<Membership>,
@@ -73,8 +87,10 @@ impl Groups {
         seed: u64,
         shutdown: CancellationToken,
     ) -> Arc<Self> {
+        let node = transport.local();
         let groups = Arc::new(Self {
-            node: transport.local(),
+            node,
+            store_id: own_store_id(&store, node, seed),
             transport,
             store,
             membership,
@@ -171,7 +187,7 @@ impl Groups {
         let machine = StateMachine::open(disk.clone(), state.clone())
             .await
             .map_err(|source| GroupError::Store { model: model.clone(), source })?;
-        let network = Network { transport: self.transport.clone(), model: model.clone() };
+        let network = Network { transport: self.transport.clone(), model: model.clone(), store: self.store_id };
         let raft =
             Raft::new(self.node, config, network, LogStore::new(disk), machine).await.map_err(|e| refused(&e))?;
         tracing::info!(%model, version = %state.get().version, "group opened");
@@ -223,6 +239,12 @@ impl Groups {
             .unwrap_or_default()
     }
 
+    /// The store of this node's seats.
+    #[must_use]
+    pub fn store_id(&self) -> StoreId {
+        self.store_id
+    }
+
     /// Serves a [`Service::Raft`] call.
     ///
     /// # Errors
@@ -234,7 +256,13 @@ impl Groups {
         let group = self
             .group(&frame.model)
             .ok_or_else(|| InboundError::Unavailable(format!("this node is not in the group of {}", frame.model)))?;
-        self.admit(&group, from)?;
+        if frame.to != self.store_id {
+            return Err(InboundError::Unavailable(format!(
+                "this node's store is {}, the seat in the group of {} is that of {}: it must be taken in again",
+                self.store_id, frame.model, frame.to
+            )));
+        }
+        self.admit(&group, from, frame.from)?;
         group.serve(from, frame.request).await
     }
 
@@ -250,28 +278,31 @@ impl Groups {
         first: ControlEntry,
     ) -> Result<(), CreateError> {
         let deadline = Instant::now() + self.config.create_timeout;
-        let voters: BTreeMap<_, _> = voters.iter().map(|v| (*v, EmptyNode {})).collect();
-        if !voters.contains_key(&self.node) {
+        if !voters.contains(&self.node) {
             return Err(CreateError::NotAVoter);
         }
         let group = self.open(model, None).await?;
-        for voter in voters.keys().filter(|v| **v != self.node) {
-            self.ask_to_join(model, *voter, deadline)
+        let mut seats = BTreeMap::from([(self.node, Seat { store: self.store_id })]);
+        for voter in voters.iter().filter(|v| **v != self.node) {
+            let seat = self
+                .ask_to_join(model, *voter, deadline)
                 .await
                 .map_err(|reason| CreateError::Voter { node: *voter, reason })?;
+            seats.insert(*voter, seat);
         }
-        match group.raft.initialize(voters).await {
+        match group.raft.initialize(seats).await {
             Ok(()) | Err(RaftError::APIError(InitializeError::NotAllowed(_))) => {}
             Err(error) => return Err(CreateError::Initialize { model: model.clone(), reason: error.to_string() }),
         }
         self.propose_anywhere(&group, &first, deadline).await
     }
 
-    pub(super) async fn ask_to_join(&self, model: &ModelName, node: NodeId, deadline: Instant) -> Result<(), String> {
+    /// Calls `node` into the group, and says what its seat is.
+    pub(super) async fn ask_to_join(&self, model: &ModelName, node: NodeId, deadline: Instant) -> Result<Seat, String> {
         let body = Bytes::from(encode(&LeaderCall::JoinGroup { model: model.clone() }));
         loop {
             let reason = match self.leader_call(node, body.clone()).await {
-                Ok(LeaderReply::Done) => return Ok(()),
+                Ok(LeaderReply::Joined { store }) => return Ok(Seat { store }),
                 Ok(LeaderReply::Refused(reason)) => return Err(reason),
                 Ok(other) => return Err(format!("unexpected reply {other:?}")),
                 Err(reason) => reason,

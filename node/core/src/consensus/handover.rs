@@ -136,7 +136,10 @@ impl Groups {
         let first = {
             let (since, reigns) = (self.started.elapsed(), lock(&group.reigns));
             let last = reigns.last();
-            let able = |n: &NodeId| *n == self.node || Some(*n) != last && self.may_lead(*n, &group.model);
+            let (answering, _) = self.answering(group);
+            let able = |n: &NodeId| {
+                *n == self.node || Some(*n) != last && answering.contains(n) && self.may_lead(*n, &group.model)
+            };
             let worth = |n: &NodeId| {
                 let speed = self.fitness_at(*n, &group.model).tokens_per_s();
                 (!reigns.is_barred(since, *n), speed, std::cmp::Reverse(*n))
