@@ -183,6 +183,8 @@ impl Client {
             out.wait = Some("this node is draining".into());
         }
         for (model, running) in by_model {
+            // Of other models only what is held here is renewed.
+            let want = if models.is_empty() || models.contains(&model) { want } else { 0 };
             let left = u32::try_from(want.saturating_sub(out.assignments.len())).unwrap_or(u32::MAX);
             if left == 0 && running.is_empty() {
                 continue;
