@@ -23,7 +23,7 @@ use starling_engine::{Device, InferenceOptions};
 use starling_gateway::{Gateway, GatewayConfig};
 use starling_mesh::{Mesh, MeshConfig};
 use starling_protocol::record::{Intake, NodeRecord, Role};
-use starling_protocol::{Hash, NodeId, Timestamp};
+use starling_protocol::{Hash, NodeId, StoreId, Timestamp};
 use starling_storage::{RocksOptions, RocksStore, SharedStore};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -215,6 +215,7 @@ fn core_config(settings: &RunSettings, mesh: &Mesh) -> CoreConfig {
         roles: settings.roles.clone(),
         record: NodeRecord {
             node: mesh.local(),
+            store: StoreId::default(),
             sequence: 0,
             roles: settings.roles.clone(),
             version: env!("CARGO_PKG_VERSION").into(),

@@ -103,6 +103,10 @@ bytes_id!(
     /// One leased run of a task. Drawn at random by the leader that assigns it.
     EpisodeId, 16, "32 hexadecimal digits");
 bytes_id!(
+    /// A store: drawn when it is first opened. A node's key may outlive its store, and what the store had promised is
+    /// forgotten then; this tells the two apart.
+    StoreId, 16, "32 hexadecimal digits");
+bytes_id!(
     /// A job: the first 16 bytes of blake3 of its encoded configuration and submission time.
     JobId, 16, "32 hexadecimal digits");
 

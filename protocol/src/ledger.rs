@@ -7,10 +7,11 @@
 //! Admission (AReaL, arXiv:2505.24298 §4.1, with `accepted := consumed` after a restart): episodes accepted
 //! but not yet consumed plus episodes running stay at or under `(η + 1)·B`, B the episodes of a step and η the
 //! job's `staleness_max`. So a rollout is at most η versions old when it trains, unless its episode was slow;
-//! groups that grew too old are dropped whole and reported. Dynamic sampling adds room for the replacement of groups
-//! without a gradient: [`Ledger::quota`].
+//! groups that grew too old are dropped whole and reported. Clients hold small blocks of it ahead (`blocks`). Dynamic
+//! sampling adds room for the replacement of groups without a gradient: [`Ledger::quota`].
 
 mod adoption;
+mod blocks;
 
 use crate::advantage::{batch_advantages, is_informative};
 use crate::assignment::{Assignment, EvalPhase, HeldLease, Purpose};
@@ -27,6 +28,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use adoption::Adoption;
+use blocks::Block;
 
 /// Most episodes in one answer to a claim.
 pub const CLAIM_MAX: usize = 256;
@@ -203,6 +205,10 @@ pub struct Ledger {
     consumed: BTreeSet<RolloutId>,
     evaluation: Option<Evaluation>,
     adoption: Adoption,
+    /// Of each client that has one.
+    blocks: BTreeMap<NodeId, Block>,
+    /// Clients whose last claim the quota held back, and when.
+    hungry: BTreeMap<NodeId, Timestamp>,
     counts: LedgerCounts,
 }
 
@@ -242,6 +248,8 @@ impl Ledger {
             consumed: BTreeSet::new(),
             evaluation: None,
             adoption,
+            blocks: BTreeMap::new(),
+            hungry: BTreeMap::new(),
             counts: LedgerCounts::default(),
         };
         ledger.plan_evaluation();
@@ -384,12 +392,13 @@ impl Ledger {
     /// episodes.
     ///
     /// Returns the assignments, those of `running` that are no longer leased to `holder`, and why there are
-    /// fewer assignments than wanted.
+    /// fewer assignments than wanted. `stocked` of the running ones have not begun: see [`Ledger::handle_reserve`].
     pub fn handle_claim(
         &mut self,
         now: Timestamp,
         holder: NodeId,
         want: usize,
+        stocked: usize,
         running: &[HeldLease],
     ) -> (Vec<Assignment>, Vec<EpisodeId>, Option<WaitReason>) {
         self.handle_timeout(now);
@@ -419,6 +428,8 @@ impl Ledger {
                 }
             }
         }
+        let refused = matches!(wait, Some(WaitReason::QuotaFull { .. }));
+        self.note_claim(now, holder, stocked as u64, refused);
         (given, revoked, wait)
     }
 

@@ -36,7 +36,7 @@ pub mod transfer;
 pub mod wire;
 
 pub use ids::{
-    EpisodeId, EpisodeKey, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, TaskRef, Term,
+    EpisodeId, EpisodeKey, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, StoreId, TaskRef, Term,
 };
 pub use lineage::{Line, Lineage};
 pub use time::Timestamp;

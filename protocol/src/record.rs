@@ -1,7 +1,7 @@
 //! Node records: what a node says of itself, signed, with a sequence number.
 
 use crate::codec::{DecodeError, decode, encode};
-use crate::ids::{ModelName, NodeId, PolicyVersion};
+use crate::ids::{ModelName, NodeId, PolicyVersion, StoreId};
 use crate::signed::{Domain, Signature, Signer, Verifier};
 use serde::{Deserialize, Serialize};
 
@@ -94,6 +94,8 @@ pub enum Intake {
 pub struct NodeRecord {
     /// Who.
     pub node: NodeId,
+    /// Its store. Zero when it does not say.
+    pub store: StoreId,
     /// Milliseconds since the epoch when it was made; a higher number replaces a lower one.
     pub sequence: u64,
     /// What it does; sorted, without repetition.

@@ -5,7 +5,7 @@
 
 use crate::assignment::{Assignment, HeldLease};
 use crate::control::ControlEntry;
-use crate::ids::{EpisodeId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term};
+use crate::ids::{EpisodeId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, StoreId, Term};
 use crate::lineage::{Line, Lineage};
 use crate::manifest::{DeltaManifest, Manifest};
 use crate::record::SignedRecord;
@@ -206,6 +206,10 @@ pub enum LeaderCall {
         model: ModelName,
         /// How many more.
         want: u32,
+        /// How large the caller's block should be: episodes leased and not begun.
+        ahead: u32,
+        /// How large it is: so many of `running` have not begun.
+        stocked: u32,
         /// Leases to renew; a leader that did not give them takes them over where it can.
         running: Vec<HeldLease>,
     },
@@ -304,6 +308,11 @@ pub enum LeaderReply {
     Models(Vec<ModelAnnouncement>),
     /// To a survey; nothing from a node that is not in the group.
     Standing(Option<Standing>),
+    /// To [`LeaderCall::JoinGroup`]: the node takes part with this store.
+    Joined {
+        /// Which.
+        store: StoreId,
+    },
 }
 
 /// First frame on a generation stream.

@@ -6,7 +6,8 @@ use starling_simulations::{Outcome, run};
 use std::sync::Arc;
 
 fn outcome(name: &str, seed: u64) -> Outcome {
-    let scenario = Arc::new(parse(library::text(name).unwrap()).unwrap());
+    let text = library::text(name).expect("a scenario of the library");
+    let scenario = Arc::new(parse(text).expect("the library's scenarios are right"));
     let outcome = run(&scenario, seed, true);
     assert!(outcome.violations.is_empty(), "{name} seed {seed}: {:?}", outcome.violations);
     outcome
@@ -28,7 +29,8 @@ fn reigns(outcome: &Outcome) -> Vec<(NodeIx, f64)> {
 }
 
 fn named(outcome: &Outcome, name: &str) -> NodeIx {
-    NodeIx(u32::try_from(outcome.names.iter().position(|n| n == name).unwrap()).unwrap())
+    let at = outcome.names.iter().position(|n| n == name).expect("a node of the scenario");
+    NodeIx(u32::try_from(at).expect("few nodes"))
 }
 
 #[test]

@@ -399,6 +399,7 @@ impl NodeCore {
             let draining = record.intake == Intake::Draining;
             record.models = if draining { Vec::new() } else { hosted };
             record.addresses = self.transport.addresses();
+            record.store = self.groups.store_id();
             record.sequence = record.sequence.max((self.context.clock)().0) + 1;
             record.clone()
         };
@@ -489,7 +490,7 @@ impl NodeCore {
             return Ok(match self.groups.on_join(from, &model, lineage).await {
                 Ok(()) => {
                     self.adopt_group(&model);
-                    LeaderReply::Done
+                    LeaderReply::Joined { store: self.groups.store_id() }
                 }
                 Err(e) if e.is_retryable() => return Err(InboundError::Unavailable(e.to_string())),
                 Err(e) => LeaderReply::Refused(e.to_string()),

@@ -238,7 +238,7 @@ async fn run_group(w: &World) -> RolloutId {
     let mut given: Vec<Assignment> = Vec::new();
     for _ in 0..600 {
         let want = u32::try_from(2 - given.len()).unwrap();
-        let call = LeaderCall::Claim { model: model(), want, running: Vec::new() };
+        let call = LeaderCall::Claim { model: model(), want, ahead: 0, stocked: 0, running: Vec::new() };
         if let Ok(LeaderReply::Assigned { assignments, .. }) =
             w.as_node(id(99), client.ask_leader(&model(), &call)).await
         {

@@ -46,6 +46,8 @@ fn drawn(scenario: &Scenario, rng: &mut ChaCha8Rng) -> Vec<Fault> {
                         nodes: vec![victim(scenario, rng)],
                         power_loss: lost || rng.random_bool(0.6),
                         disk_lost: lost,
+                        // An operator's backup of the key, now and then.
+                        key_kept: lost && rng.random_bool(0.5),
                         away: Some(Duration::from_secs_f64(rng.random_range(0.2..15.0))),
                     }
                 }
@@ -81,8 +83,13 @@ fn lost_quorum(scenario: &Scenario, rng: &mut ChaCha8Rng, end: f64) -> Option<Fa
     }
     let lost = rng.random_range(servers.len().div_ceil(2)..servers.len());
     let nodes = (0..lost).map(|_| Select::Node(servers.swap_remove(rng.random_range(0..servers.len()))));
-    let kind =
-        FaultKind::Crash { nodes: nodes.collect(), power_loss: rng.random_bool(0.5), disk_lost: false, away: None };
+    let kind = FaultKind::Crash {
+        nodes: nodes.collect(),
+        power_loss: rng.random_bool(0.5),
+        disk_lost: false,
+        key_kept: false,
+        away: None,
+    };
     Some(Fault { at: Duration::from_secs_f64(rng.random_range(0.15..0.5) * end), lasts: None, kind })
 }
 

@@ -1,7 +1,7 @@
 //! The run itself: phases, the queue of faults, the end.
 
 use super::faults::{self, Cut, CutSet, Cuts};
-use super::node::{Around, SimNode};
+use super::node::{Around, Lost, SimNode};
 use super::observer::Tap;
 use super::recorder::{Recorded, Recorder};
 use super::setup;
@@ -216,11 +216,11 @@ impl World {
         }
     }
 
-    fn crash(&mut self, who: &[NodeIx], power_loss: bool, disk_lost: bool) {
+    fn crash(&mut self, who: &[NodeIx], power_loss: bool, lost: Lost) {
         for node in who {
-            self.nodes[node.0 as usize].crash(&self.network, &self.recorder, power_loss, disk_lost);
+            self.nodes[node.0 as usize].crash(&self.network, &self.recorder, power_loss, lost);
         }
-        if disk_lost {
+        if lost == Lost::DiskAndKey {
             for node in who {
                 self.cuts.follow(*node, &self.nodes, &self.network);
             }
@@ -427,10 +427,15 @@ impl World {
                 let nodes = self.nodes_of(nodes);
                 self.cut(i, faults::isolated(&nodes, self.nodes.len()), vec![nodes]);
             }
-            FaultKind::Crash { nodes, power_loss, disk_lost, away } => {
+            FaultKind::Crash { nodes, power_loss, disk_lost, key_kept, away } => {
                 let nodes = self.nodes_of(nodes);
                 self.tell(i, vec![nodes.clone()]);
-                self.crash(&nodes, *power_loss, *disk_lost);
+                let lost = match (disk_lost, key_kept) {
+                    (false, _) => Lost::Nothing,
+                    (true, true) => Lost::Disk,
+                    (true, false) => Lost::DiskAndKey,
+                };
+                self.crash(&nodes, *power_loss, lost);
                 self.bring_back(&nodes, *away);
                 if away.is_none_or(|a| a >= NOTICED_WITHIN) {
                     self.undetected_since = Some(Instant::now());
@@ -441,7 +446,7 @@ impl World {
                 let nodes = self.nodes_of(nodes).into_iter().filter(|n| self.nodes[n.0 as usize].is_up()).collect();
                 let nodes = faults::share_of(nodes, *share, &mut self.rng);
                 self.tell(i, vec![nodes.clone()]);
-                self.crash(&nodes, false, false);
+                self.crash(&nodes, false, Lost::Nothing);
                 self.bring_back(&nodes, *away);
             }
             FaultKind::Join { nodes } => {
@@ -553,7 +558,7 @@ impl World {
         if leaves && self.effects.contains_key(&i) {
             // A volunteer's machine that goes to sleep: half of them get no chance to sync.
             let power_loss = self.rng.random_bool(0.5);
-            self.crash(&[node], power_loss, false);
+            self.crash(&[node], power_loss, Lost::Nothing);
             let gone = faults::session(Session::Exponential, away, &mut self.rng);
             self.after(gone, Action::Churn { fault: i, node, leaves: false });
         } else if !leaves {
@@ -639,7 +644,7 @@ impl World {
         let recorded = self.recorder.finish(&end);
         let traffic = self.nodes.iter().map(|n| self.network.counters(n.id)).collect();
         let everyone: Vec<NodeIx> = self.nodes.iter().map(|n| n.ix).collect();
-        self.crash(&everyone, false, false);
+        self.crash(&everyone, false, Lost::Nothing);
         for operator in &self.operators {
             operator.crash();
         }

@@ -64,6 +64,8 @@ pub(super) struct Situation {
     pub(super) witnesses: BTreeSet<NodeId>,
     /// Learners whose log is nearly the leader's.
     pub(super) caught_up: BTreeSet<NodeId>,
+    /// Members that live with another store than the one that has their seat. Not in `live`: they answer nothing in it.
+    pub(super) forgetful: BTreeSet<NodeId>,
     /// Nodes that are about to leave: their seats go to others while they still answer.
     pub(super) draining: BTreeSet<NodeId>,
     /// Nodes whose device is so much better than the leader's that leadership would move to them if they voted.
@@ -165,8 +167,9 @@ pub(super) fn plan(s: &Situation) -> Option<Change> {
         return None; // nothing would commit
     }
     let is_member = |n: &NodeId| s.voters.contains(n) || s.learners.contains(n);
-    let gone = s.voters.intersection(&s.gone).copied();
-    let draining = s.voters.intersection(&s.draining).filter(|n| !s.gone.contains(*n)).copied();
+    let is_gone = |n: &NodeId| s.gone.contains(n) || s.forgetful.contains(n);
+    let gone = s.voters.iter().filter(|n| is_gone(n)).copied();
+    let draining = s.voters.intersection(&s.draining).filter(|n| !is_gone(n)).copied();
     let leaving: Vec<_> = gone.chain(draining).collect();
     let staying: BTreeSet<_> = s.voters.iter().filter(|n| !leaving.contains(n)).copied().collect();
     let staying_witnesses: Vec<_> = staying.intersection(&s.witnesses).copied().collect();
@@ -202,6 +205,10 @@ pub(super) fn plan(s: &Situation) -> Option<Change> {
     let may_promote = in_pairs || leaves_a_seat || wanted == 2;
     if may_promote && let Some(next) = ready_servers.into_iter().chain(ready_witnesses).next() {
         return Some(Change::Promote(*next));
+    }
+    // One that lost its store never comes back to its seat, and comes in again as a newcomer.
+    if let Some(forgetful) = s.voters.union(&s.learners).find(|n| s.forgetful.contains(*n)) {
+        return Some(Change::Remove(*forgetful));
     }
     // One that is gone keeps its seat while nobody takes it and its leaving would leave an even number: that would
     // bear no more failures, and its return helps. A draining leader hands over first.

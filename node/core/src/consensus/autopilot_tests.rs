@@ -186,6 +186,27 @@ fn a_draining_leader_keeps_its_vote_until_another_leads() {
 }
 
 #[test]
+fn who_lost_its_store_leaves_its_seat_at_once_and_comes_in_again() {
+    let mut s = situation(&[1, 2, 3], &[], &[1, 2]);
+    (s.forgetful, s.gone) = (set(&[3]), BTreeSet::new());
+    assert_eq!(plan(&s), Some(Change::Remove(n(3))));
+    apply(&mut s, Change::Remove(n(3)));
+    // Now it is a server like any other.
+    s.forgetful.clear();
+    s.live.insert(n(3));
+    s.steady.insert(n(3));
+    assert_eq!(settle(&mut s), [Change::AddLearner(n(3)), Change::Promote(n(3))]);
+    // A learner takes the seat first, where there is one.
+    let mut s = situation(&[1, 2, 3], &[4], &[1, 2, 4]);
+    (s.forgetful, s.gone) = (set(&[3]), BTreeSet::new());
+    assert_eq!(settle(&mut s), [Change::Promote(n(4)), Change::Remove(n(3))]);
+    // Nothing can be changed without a quorum of those who remember.
+    let mut s = situation(&[1, 2, 3], &[], &[1]);
+    (s.forgetful, s.gone) = (set(&[2, 3]), BTreeSet::new());
+    assert_eq!(plan(&s), None);
+}
+
+#[test]
 fn a_draining_server_is_not_taken_in() {
     let mut s = situation(&[1, 2, 3], &[5], &[1, 2, 3, 4, 5]);
     s.draining = set(&[4, 5]);
@@ -256,6 +277,8 @@ fn random(rng: &mut ChaCha8Rng) -> Situation {
             }
         } else if rng.random_bool(0.7) {
             s.gone.insert(node);
+        } else if rng.random_bool(0.3) {
+            s.forgetful.insert(node);
         }
         if s.learners.contains(&node) && rng.random_bool(0.7) {
             s.caught_up.insert(node);
@@ -306,7 +329,8 @@ fn in_any_situation_changes_are_safe_few_and_final() {
             Change::Demote(_) | Change::Remove(_) => false,
         };
         assert_eq!(changes.iter().find(|c| undone(c)), None, "seed {seed}: {changes:?} from {before:?}");
-        let certain = before.gone.union(&before.steady).count() == nodes && !s.draining.contains(&s.leader);
+        let certain = before.gone.union(&before.steady).count() + before.forgetful.len() == nodes
+            && !s.draining.contains(&s.leader);
         if s.margin() >= 0 && certain && s.learners.iter().all(|l| s.caught_up.contains(l)) {
             let odd_or_two = s.voters.len() % 2 == 1 || s.voters.len() == 2;
             assert!(odd_or_two, "seed {seed}: {} voters: {s:?} after {changes:?}", s.voters.len());

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::{Arc, Mutex};
 
-use openraft::{EmptyNode, EntryPayload};
+use openraft::EntryPayload;
 use serde::{Serialize, de::DeserializeOwned};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{Applied, ControlEntry, ModelState, StepCommitted};
@@ -16,7 +16,7 @@ use starling_storage::{Batch, Durability, Family, RaftLog, RaftMeta, SharedStore
 use crate::runtime::blocking;
 use crate::watch::lock;
 
-use super::type_config::{Entry, LogId, StoredMembership, Vote};
+use super::type_config::{Entry, LogId, Seat, StoredMembership, Vote};
 
 /// Longest value read back: a snapshot of some ten million consumed rollouts.
 pub(super) const VALUE_LEN_BYTES_MAX: usize = 512 << 20;
@@ -185,7 +185,7 @@ impl Disk {
     ///
     /// Entries that were not applied may have been committed: only the lost majority knew. They are taken over, under the
     /// new line's numbers.
-    pub(super) fn open_line(&self, opener: NodeId, known: u8, survivors: usize) -> io::Result<Lineage> {
+    pub(super) fn open_line(&self, (opener, seat): (NodeId, Seat), known: u8, survivors: usize) -> io::Result<Lineage> {
         let mut applied = self.applied()?;
         let from = applied.last_applied.map_or(0, |id| id.index + 1);
         let tail = self.entries(from, u64::MAX, usize::MAX)?;
@@ -217,7 +217,7 @@ impl Disk {
         };
         lineage.line.steps = applied.state.version.steps();
         let term = lineage.line.first_term().0 + 1;
-        let nodes = BTreeMap::from([(opener, EmptyNode {})]);
+        let nodes = BTreeMap::from([(opener, seat)]);
         let members = openraft::Membership::new(vec![BTreeSet::from([opener])], nodes);
         applied.membership = StoredMembership::new(Some(last), members.map_err(io::Error::other)?);
         applied.state.lineage = lineage.clone();

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use starling_protocol::record::Role;
 use starling_protocol::wire::ModelAnnouncement;
-use starling_protocol::{Lineage, ModelName, NodeId};
+use starling_protocol::{Lineage, ModelName, NodeId, StoreId};
 use tokio::time::Instant;
 
 use super::errors::JoinError;
@@ -122,7 +122,14 @@ impl Groups {
         (newcomer || lonely) && (*lock(&group.inviter) == Some(from) || announced())
     }
 
-    pub(super) fn admit(&self, group: &Group, from: NodeId) -> Result<(), InboundError> {
+    /// Whether a message counts that `from` sends with this store.
+    pub(super) fn admit(&self, group: &Group, from: NodeId, store: StoreId) -> Result<(), InboundError> {
+        let metrics = group.metrics();
+        let seat = metrics.membership_config.membership().get_node(&from).copied();
+        if let Some(seat) = seat.filter(|seat| seat.store != store) {
+            let reason = format!("{from} speaks for its store {store}, its seat in the group of {} is", group.model);
+            return Err(InboundError::Unavailable(format!("{reason} that of {}", seat.store)));
+        }
         if self.may_speak(group, from) {
             return Ok(());
         }

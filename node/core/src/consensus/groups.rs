@@ -6,13 +6,12 @@ use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use futures::future::BoxFuture;
-use openraft::EmptyNode;
 use openraft::errors::{InitializeError, RaftError};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{Applied, ControlEntry, ModelState};
 use starling_protocol::record::Fitness;
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, LeaderCall, LeaderReply, Service};
-use starling_protocol::{Line, Lineage, ModelName, NodeId};
+use starling_protocol::{Hash, Line, Lineage, ModelName, NodeId, StoreId};
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
@@ -24,6 +23,7 @@ use super::log_store::LogStore;
 use super::network::{Incoming, Network, RaftFrame};
 use super::state_machine::StateMachine;
 use super::supervise::WITNESS;
+use super::type_config::Seat;
 use super::view::LeaderView;
 use crate::disk_health::WatchedStore;
 use crate::membership::Membership;
@@ -34,9 +34,23 @@ use crate::watch::{Receiver, Sender, channel, lock};
 /// Most groups on one node: any node may ask to join one, and an idle group costs some heartbeats a second.
 const GROUPS_MAX: usize = 256;
 
+/// The store's id; drawn from `seed` if it is new. A store that cannot say is a new one for this run: this node's seats
+/// are then another store's, which costs them and breaks no promise.
+fn own_store_id(store: &WatchedStore, node: NodeId, seed: u64) -> StoreId {
+    let drawn = Hash::of(&[&b"starling/store/1"[..], &node.0, &seed.to_le_bytes()].concat()).0;
+    let mut fresh = [0; 16];
+    fresh.copy_from_slice(&drawn[..16]);
+    starling_storage::store_id::store_id(store, StoreId(fresh)).unwrap_or_else(|error| {
+        tracing::error!(%error, "the store's id can be neither read nor written: this node keeps none of its seats");
+        StoreId(fresh)
+    })
+}
+
 /// All groups that this node takes part in. One for each model.
 pub struct Groups {
     pub(super) node: NodeId,
+    /// Of this run's store.
+    pub(super) store_id: StoreId,
     pub(super) transport: SharedTransport,
     pub(super) store: WatchedStore,
     pub(super) membership: Arc<Membership>,
@@ -73,8 +87,10 @@ impl Groups {
         seed: u64,
         shutdown: CancellationToken,
     ) -> Arc<Self> {
+        let node = transport.local();
         let groups = Arc::new(Self {
-            node: transport.local(),
+            node,
+            store_id: own_store_id(&store, node, seed),
             transport,
             store,
             membership,
@@ -176,7 +192,12 @@ impl Groups {
         let store_failed = |source| GroupError::Store { model: model.clone(), source };
         let (lineage, inviter) = disk.run(|d| Ok((d.lineage()?, d.inviter()?))).await.map_err(store_failed)?;
         let machine = StateMachine::open(disk.clone(), state.clone()).await.map_err(store_failed)?;
-        let network = Network { transport: self.transport.clone(), model: model.clone(), line: lineage.line };
+        let network = Network {
+            transport: self.transport.clone(),
+            model: model.clone(),
+            line: lineage.line,
+            store: self.store_id,
+        };
         let raft = Raft::new(self.node, config, network, LogStore::new(disk.clone()), machine)
             .await
             .map_err(|e| refused(&e))?;
@@ -238,6 +259,12 @@ impl Groups {
             .unwrap_or_default()
     }
 
+    /// The store of this node's seats.
+    #[must_use]
+    pub fn store_id(&self) -> StoreId {
+        self.store_id
+    }
+
     /// Serves a [`Service::Raft`] call.
     ///
     /// # Errors
@@ -253,7 +280,13 @@ impl Groups {
             let (theirs, ours) = (frame.line, group.lineage.line);
             return Err(InboundError::Unavailable(format!("{} is in {ours} here, not in {theirs}", frame.model)));
         }
-        self.admit(&group, from)?;
+        if frame.to != self.store_id {
+            return Err(InboundError::Unavailable(format!(
+                "this node's store is {}, the seat in the group of {} is that of {}: it must be taken in again",
+                self.store_id, frame.model, frame.to
+            )));
+        }
+        self.admit(&group, from, frame.from)?;
         group.serve(from, frame.request).await
     }
 
@@ -269,29 +302,32 @@ impl Groups {
         first: ControlEntry,
     ) -> Result<(), CreateError> {
         let deadline = Instant::now() + self.config.create_timeout;
-        let voters: BTreeMap<_, _> = voters.iter().map(|v| (*v, EmptyNode {})).collect();
-        if !voters.contains_key(&self.node) {
+        if !voters.contains(&self.node) {
             return Err(CreateError::NotAVoter);
         }
         let group = self.open(model, None, &Lineage::default()).await?;
-        for voter in voters.keys().filter(|v| **v != self.node) {
-            self.ask_to_join(&group, *voter, deadline)
+        let mut seats = BTreeMap::from([(self.node, Seat { store: self.store_id })]);
+        for voter in voters.iter().filter(|v| **v != self.node) {
+            let seat = self
+                .ask_to_join(&group, *voter, deadline)
                 .await
                 .map_err(|reason| CreateError::Voter { node: *voter, reason })?;
+            seats.insert(*voter, seat);
         }
-        match group.raft.initialize(voters).await {
+        match group.raft.initialize(seats).await {
             Ok(()) | Err(RaftError::APIError(InitializeError::NotAllowed(_))) => {}
             Err(error) => return Err(CreateError::Initialize { model: model.clone(), reason: error.to_string() }),
         }
         self.propose_anywhere(&group, &first, deadline).await
     }
 
-    pub(super) async fn ask_to_join(&self, group: &Group, node: NodeId, deadline: Instant) -> Result<(), String> {
+    /// Calls `node` into the group, and says what its seat is.
+    pub(super) async fn ask_to_join(&self, group: &Group, node: NodeId, deadline: Instant) -> Result<Seat, String> {
         let (model, lineage) = (group.model.clone(), group.lineage.clone());
         let body = Bytes::from(encode(&LeaderCall::JoinGroup { model, lineage }));
         loop {
             let reason = match self.leader_call(node, body.clone()).await {
-                Ok(LeaderReply::Done) => return Ok(()),
+                Ok(LeaderReply::Joined { store }) => return Ok(Seat { store }),
                 Ok(LeaderReply::Refused(reason)) => return Err(reason),
                 Ok(other) => return Err(format!("unexpected reply {other:?}")),
                 Err(reason) => reason,

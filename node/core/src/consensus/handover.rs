@@ -123,7 +123,10 @@ impl Groups {
     pub(super) fn standing_order(&self, group: &Group) -> Vec<NodeId> {
         let m = group.metrics();
         let (since, reigns) = (self.started.elapsed(), lock(&group.reigns));
-        let able = |n: &NodeId| *n == self.node || m.current_leader != Some(*n) && self.may_lead(*n, &group.model);
+        let (answering, _) = self.answering(group);
+        let able = |n: &NodeId| {
+            *n == self.node || m.current_leader != Some(*n) && answering.contains(n) && self.may_lead(*n, &group.model)
+        };
         let mut order: Vec<_> = m.membership_config.voter_ids().filter(able).collect();
         order.sort_by_cached_key(|n| {
             let speed = self.fitness_at(*n, &group.model).tokens_per_s();

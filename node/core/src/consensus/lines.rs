@@ -20,6 +20,7 @@ use super::group::Group;
 use super::groups::Groups;
 use super::supervise::PROBE_EVERY;
 use super::survey::{Outlook, Survey};
+use super::type_config::Seat;
 use super::view::LeaderView;
 use crate::watch::lock;
 
@@ -116,7 +117,7 @@ impl Groups {
     }
 
     async fn open_line(self: &Arc<Self>, group: &Arc<Group>, survivors: usize, known: u8) -> Result<Line, GroupError> {
-        let opener = self.node;
+        let opener = (self.node, Seat { store: self.store_id });
         let lineage = self.change_line(group, move |disk| disk.open_line(opener, known, survivors)).await?;
         tracing::warn!(model = %group.model, line = %lineage.line, survivors, "this node opened a new generation");
         Ok(lineage.line)

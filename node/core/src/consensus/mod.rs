@@ -34,5 +34,5 @@ pub use config::GroupConfig;
 pub use disk::stored_states;
 pub use errors::{CreateError, GroupError, JoinError, ProposeError, ReadError, ReopenError};
 pub use groups::Groups;
-pub use type_config::{LogPayload, TypeConfig};
+pub use type_config::{LogPayload, Seat, TypeConfig};
 pub use view::LeaderView;

@@ -16,16 +16,16 @@ use openraft::raft::{
     AppendEntriesRequest, AppendEntriesResponse, SnapshotResponse, TransferLeaderRequest, TransferLeaderResponse,
     VoteRequest, VoteResponse,
 };
-use openraft::{EmptyNode, OptionalSend, RPCTypes};
+use openraft::{OptionalSend, RPCTypes};
 use serde::{Deserialize, Serialize};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, Service};
-use starling_protocol::{Line, ModelName, NodeId};
+use starling_protocol::{Line, ModelName, NodeId, StoreId};
 use tokio::time::Instant;
 
 use super::disk::VALUE_LEN_BYTES_MAX;
 use super::group::Group;
-use super::type_config::{Snapshot, SnapshotMeta, TypeConfig, Vote};
+use super::type_config::{Seat, Snapshot, SnapshotMeta, TypeConfig, Vote};
 use crate::transport::{CallError, InboundError, SharedTransport};
 use crate::watch::lock;
 
@@ -40,6 +40,10 @@ pub(super) struct RaftFrame {
     pub(super) model: ModelName,
     /// The sender's line: what another line decides is nothing here.
     pub(super) line: Line,
+    /// The sender's store.
+    pub(super) from: StoreId,
+    /// The store whose seat the message is for.
+    pub(super) to: StoreId,
     pub(super) request: RaftRequest,
 }
 
@@ -100,13 +104,16 @@ pub(super) struct Network {
     pub(super) transport: SharedTransport,
     pub(super) model: ModelName,
     pub(super) line: Line,
+    /// This node's.
+    pub(super) store: StoreId,
 }
 
 impl RaftNetworkFactory<TypeConfig> for Network {
     type Network = Connection;
 
-    async fn new_client(&mut self, target: NodeId, _node: &EmptyNode) -> Connection {
-        Connection { transport: self.transport.clone(), model: self.model.clone(), line: self.line, target }
+    async fn new_client(&mut self, target: NodeId, seat: &Seat) -> Connection {
+        let Self { transport, model, line, store } = self.clone();
+        Connection { transport, model, line, from: store, target, to: seat.store }
     }
 }
 
@@ -115,7 +122,9 @@ pub(super) struct Connection {
     transport: SharedTransport,
     model: ModelName,
     line: Line,
+    from: StoreId,
     target: NodeId,
+    to: StoreId,
 }
 
 type RpcResult<T> = Result<T, RPCError<TypeConfig>>;
@@ -123,7 +132,8 @@ type RpcResult<T> = Result<T, RPCError<TypeConfig>>;
 impl Connection {
     async fn call(&self, request: RaftRequest, option: &RPCOption) -> RpcResult<RaftReply> {
         let kind = request.kind();
-        let body = Bytes::from(encode(&RaftFrame { model: self.model.clone(), line: self.line, request }));
+        let frame = RaftFrame { model: self.model.clone(), line: self.line, from: self.from, to: self.to, request };
+        let body = Bytes::from(encode(&frame));
         // openraft's limit is made for heartbeats; a large frame may take a second more for each MiB.
         let limit = option.soft_ttl() + Duration::from_micros((body.len() as u64).saturating_sub(SMALL_LEN_BYTES));
         let reply = match self.transport.call(self.target, Service::Raft, body, limit).await {

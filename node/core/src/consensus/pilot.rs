@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use openraft::{ChangeMembers, EmptyNode};
+use openraft::ChangeMembers;
 use starling_protocol::record::Role;
-use starling_protocol::{ModelName, NodeId};
+use starling_protocol::{ModelName, NodeId, StoreId};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::autopilot::{Change, LAG_ENTRIES_MAX, Sightings, Situation, plan};
@@ -72,13 +72,26 @@ impl Groups {
         Some(s)
     }
 
+    /// Live nodes whose word counts, and members that live with another store than the one that has their seat: those have
+    /// forgotten what they promised, and answer nothing in it.
+    pub(super) fn answering(&self, group: &Group) -> (BTreeSet<NodeId>, BTreeSet<NodeId>) {
+        let m = group.metrics();
+        let membership = m.membership_config.membership();
+        let forgot = |n: &NodeId| {
+            let seat = membership.get_node(n).map(|seat| seat.store);
+            let now = self.membership.record(*n).map(|r| r.store).filter(|s| *s != StoreId::default());
+            *n != self.node && seat.zip(now).is_some_and(|(seat, now)| seat != now)
+        };
+        self.membership.live().into_iter().partition(|n| !forgot(n))
+    }
+
     /// The group as this node sees it, led by `leader`: who lives is steady, and no learner lags.
     fn picture(&self, group: &Group, leader: NodeId) -> Situation {
         let m = group.metrics();
         let membership = m.membership_config.membership();
         let voters: BTreeSet<_> = membership.voter_ids().collect();
         let learners: BTreeSet<_> = membership.learner_ids().collect();
-        let live: BTreeSet<_> = self.membership.live().into_iter().collect();
+        let (live, forgetful) = self.answering(group);
         let known: BTreeSet<_> = voters.iter().chain(&learners).chain(&live).copied().collect();
         // Without a record, or with neither role (its operator changed it), a member counts as a server, which votes
         // and is missed like one; it takes a record with the role to be taken in.
@@ -91,6 +104,7 @@ impl Groups {
             leader,
             steady: live.clone(),
             gone: BTreeSet::new(),
+            forgetful,
             caught_up: learners.clone(),
             draining: known.iter().filter(|n| self.drains(**n)).copied().collect(),
             better: BTreeSet::new(),
@@ -127,8 +141,8 @@ impl Groups {
     async fn carry_out(&self, group: &Group, change: Change) -> Result<(), String> {
         let (members, retain) = match change {
             Change::AddLearner(node) => {
-                self.ask_to_join(group, node, Instant::now()).await?;
-                let added = group.raft.add_learner(node, EmptyNode {}, false).await;
+                let seat = self.ask_to_join(group, node, Instant::now()).await?;
+                let added = group.raft.add_learner(node, seat, false).await;
                 return added.map(drop).map_err(|e| e.to_string());
             }
             Change::Promote(node) => (ChangeMembers::AddVoterIds(BTreeSet::from([node])), true),

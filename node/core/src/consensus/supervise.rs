@@ -30,8 +30,9 @@ impl Groups {
         if voters.is_empty() {
             return format!("waiting for the leader of {} to bring its log", group.model);
         }
-        let live: BTreeSet<_> = self.membership.live().into_iter().collect();
-        let missing: Vec<_> = voters.difference(&live).map(NodeId::short).collect();
+        let (live, forgetful) = self.answering(group);
+        let lost = |n: &NodeId| if forgetful.contains(n) { " (lost its store)" } else { "" };
+        let missing: Vec<_> = voters.difference(&live).map(|n| format!("{}{}", n.short(), lost(n))).collect();
         let (alive, needed) = (voters.len() - missing.len(), voters.len() / 2 + 1);
         let missing = if missing.is_empty() { String::new() } else { format!("; missing: {}", missing.join(", ")) };
         format!("group of {}: {alive} of {} voters are alive, {needed} must answer{missing}", group.model, voters.len())

@@ -22,7 +22,7 @@ use starling_protocol::signed::{Signer, Verifier};
 use starling_protocol::wire::{
     CALL_LEN_BYTES_MAX, GOSSIP_LEN_BYTES_MAX, Gossip, LeaderCall, LeaderReply, Service, Topic,
 };
-use starling_protocol::{Hash, JobId, ModelName, NodeId, PolicyVersion, Term, Timestamp};
+use starling_protocol::{Hash, JobId, ModelName, NodeId, PolicyVersion, StoreId, Term, Timestamp};
 use starling_storage::{Batch, Durability, Family, KeyValue, MemoryStore, Op, SharedStore, Store, StoreError};
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
@@ -57,6 +57,7 @@ impl Verifier for TestKey {
 pub(crate) fn record(node: NodeId, role: Role) -> NodeRecord {
     NodeRecord {
         node,
+        store: StoreId::default(),
         sequence: 0,
         roles: vec![role],
         version: "test".into(),
@@ -89,7 +90,7 @@ impl Inbound for Dispatch {
                     LeaderCall::Survey { model } => LeaderReply::Standing(self.groups.on_survey(&model).await),
                     LeaderCall::JoinGroup { model, lineage } => match self.groups.on_join(from, &model, &lineage).await
                     {
-                        Ok(()) => LeaderReply::Done,
+                        Ok(()) => LeaderReply::Joined { store: self.groups.store_id() },
                         Err(e) if e.is_retryable() => return Err(InboundError::Unavailable(e.to_string())),
                         Err(e) => LeaderReply::Refused(e.to_string()),
                     },
@@ -277,7 +278,8 @@ impl World {
                 let dispatch = Dispatch { groups: groups.clone(), membership: membership.clone(), key };
                 self.network.attach(node, Arc::new(dispatch));
                 groups.open_existing().await.unwrap();
-                membership.publish_record(record(node, role), &key);
+                let record = NodeRecord { store: groups.store_id(), ..record(node, role) };
+                membership.publish_record(record, &key);
                 Running { store, scope: scope.clone(), groups, membership }
             })
             .await;
@@ -295,6 +297,12 @@ impl World {
         if power {
             self.stores[&node].crash();
         }
+    }
+
+    /// A dead node's store is gone; its key is not.
+    pub(crate) fn lose_store(&mut self, node: NodeId) {
+        self.stores.remove(&node);
+        self.disks.remove(&node);
     }
 
     pub(crate) fn groups(&self, node: NodeId) -> Arc<Groups> {

@@ -17,7 +17,7 @@ use starling_protocol::rollout::{
 };
 use starling_protocol::signed::{Domain, Signature, Signer, Verifier};
 use starling_protocol::{
-    EpisodeId, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, TaskRef, Term, Timestamp,
+    EpisodeId, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, StoreId, TaskRef, Term, Timestamp,
 };
 use starling_storage::rollouts::get_rollout;
 use starling_storage::{AuditReport, MemoryStore, SharedStore, audit};
@@ -74,6 +74,7 @@ impl Compute for NoCompute {
 pub(crate) fn record(node: NodeId, role: Role) -> NodeRecord {
     NodeRecord {
         node,
+        store: StoreId::default(),
         sequence: 0,
         roles: vec![role],
         version: "test".into(),
