@@ -430,11 +430,48 @@ impl ModelState {
     /// The manifests that must not get lost: weights, optimizer state, reference, files, and the task sets of jobs that are
     /// not over. The delta is not among them: it is only a shorter way.
     pub fn needed_manifests(&self) -> impl Iterator<Item = &Manifest> {
-        let tasks = self.jobs.iter().filter(|j| j.end.is_none()).flat_map(|j| &j.spec.tasks);
-        let tasks = tasks.flat_map(|t| std::iter::once(&t.train).chain(&t.heldout));
+        let tasks = self.task_sets();
         let optimizer = self.optimizer_state.iter().map(|(_, m)| m);
         let reference = self.reference.iter().map(|r| &r.weights);
         self.weights.iter().chain(optimizer).chain(reference).chain(self.files.values()).chain(tasks)
+    }
+
+    /// Task sets of the jobs that are not over.
+    pub fn task_sets(&self) -> impl Iterator<Item = &Manifest> {
+        let tasks = self.jobs.iter().filter(|j| j.end.is_none()).flat_map(|j| &j.spec.tasks);
+        tasks.flat_map(|t| std::iter::once(&t.train).chain(&t.heldout))
+    }
+
+    /// Goes back to the step `to`, as a new line does when the weights of the steps after it, `given_up`, are lost.
+    /// `optimizer` is the newest step up to `to` that kept the optimizer's state.
+    pub fn go_back(&mut self, to: &StepCommitted, given_up: &[StepCommitted], optimizer: Option<&StepCommitted>) {
+        self.version = to.version;
+        self.version_term = to.term;
+        self.weights = Some(to.weights.clone());
+        self.weights_delta.clone_from(&to.weights_delta);
+        self.weights_holders.clone_from(&to.holders);
+        self.optimizer_state = optimizer.and_then(|o| Some((o.version, o.optimizer_state.clone()?)));
+        self.optimizer_holders = optimizer.map(|o| o.holders.clone()).unwrap_or_default();
+        let gone: BTreeSet<PolicyVersion> = given_up.iter().map(|s| s.version).collect();
+        let left = self.consumed.to_sorted().into_iter().filter(|(_, by)| !gone.contains(by));
+        self.consumed = left.collect();
+        for job in &mut self.jobs {
+            let steps = given_up.iter().filter(|s| s.job == job.job).count() as u64;
+            if steps == 0 {
+                continue;
+            }
+            job.steps = job.steps.saturating_sub(steps);
+            if job.job == to.job {
+                job.groups_opened.clone_from(&to.groups_opened);
+            } else {
+                job.groups_opened.fill(0);
+            }
+            job.evaluations.retain(|e| !gone.contains(&e.version));
+            // What was over because all its steps were done is not any more.
+            if job.end == Some(JobEnd::Finished) {
+                job.end = None;
+            }
+        }
     }
 
     fn job_mut(&mut self, job: JobId) -> Result<&mut JobState, Refusal> {

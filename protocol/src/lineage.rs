@@ -114,9 +114,9 @@ impl Lineage {
         let before = self.line.generation.max(known);
         let generation = before.checked_add(1).ok_or(LastGeneration(before))?;
         let survivors = u8::try_from(survivors).unwrap_or(u8::MAX);
-        // A line without a step of its own is left at a version of the one before it.
+        // A line without a step of its own is left at a version of one before it.
         let mut forks = self.forks.clone();
-        forks.retain(|f| f.mark() != at.mark());
+        forks.retain(|f| f.mark() < at.mark());
         forks.push(at);
         Ok(Self { line: Line { generation, steps: at.steps(), survivors, opened_by: opener }, forks })
     }

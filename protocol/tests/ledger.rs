@@ -413,7 +413,7 @@ fn a_batch_waits_for_the_replacement_of_an_aborted_episode_even_if_the_quota_is_
 
 /// A ledger at step 2 of a line that came out of generation 0 after step 1.
 fn ledger_of_a_line(opener: NodeId) -> (Ledger, Lineage) {
-    let lineage = Lineage::default().opened(PolicyVersion(1), 0, 1, opener).unwrap();
+    let lineage = Lineage::default().opened(PolicyVersion(1), 0, 1, opener).expect("generation 1");
     let l = ledger(spec());
     let tasks = |set: &str| {
         let task = |i| Task { id: format!("{set}{i}"), line: format!("{{\"id\":\"{set}{i}\"}}") };

@@ -5,6 +5,7 @@
 
 use crate::acknowledged::all_acknowledged;
 use crate::error::StoreError;
+use crate::given_up::all_given_up;
 use crate::rollouts::get_rollout;
 use crate::schema::{hash_at_end, hex, successor};
 use crate::steps::{StoredStep, all_steps};
@@ -86,11 +87,12 @@ pub fn audit(
 ) -> Result<AuditReport, StoreError> {
     let mut report = AuditReport::default();
     let mut promised: BTreeSet<RolloutId> = acknowledged.into_iter().collect();
-    let mut held = BTreeSet::new();
+    let (mut held, mut given_up) = (BTreeSet::new(), BTreeSet::new());
     let mut steps: BTreeMap<(ModelName, PolicyVersion), Vec<StepCommitted>> = BTreeMap::new();
     for (at, store) in stores.iter().enumerate() {
         let own = tolerate(at, all_acknowledged(store), &mut report.corrupt)?.unwrap_or_default();
         promised.extend(own.into_iter().map(|a| a.id));
+        given_up.extend(tolerate(at, all_given_up(store), &mut report.corrupt)?.unwrap_or_default());
         hash_all(at, store, Family::Rollouts, &mut report.corrupt, |id| {
             held.insert(id);
         })?;
@@ -116,8 +118,9 @@ pub fn audit(
         if held.contains(&id) || held_by_any(stores, id)? {
             continue;
         }
-        // Only a step says that it may be gone: the consumed set is derived, and no store's word for it counts.
-        if consumed.contains(&id) {
+        // Only a step says that it may be gone, if of a line that was given up: the consumed set is derived, and no
+        // store's word for it counts.
+        if consumed.contains(&id) || given_up.contains(&id) {
             report.consumed_and_deleted += 1;
         } else {
             report.lost.push(id);

@@ -31,6 +31,7 @@ pub mod delta;
 mod disk;
 pub mod error;
 pub mod fsck;
+pub mod given_up;
 pub mod memory;
 pub mod quarantine;
 pub mod raft_log;

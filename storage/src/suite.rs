@@ -11,6 +11,7 @@ use crate::blobs::{
     put_unsettled_blobs, read_manifest, settle_blobs,
 };
 use crate::consumed::{all_consumed, is_consumed, mark_consumed, unmark_consumed};
+use crate::given_up::note_given_up;
 use crate::quarantine::{quarantine_blob, quarantine_rollout, quarantined};
 use crate::raft_log::{RaftLog, RaftMeta, groups};
 use crate::rollouts::{
@@ -22,6 +23,8 @@ use crate::{StoreError, audit};
 use starling_protocol::control::{StepCommitted, StepMetrics};
 use starling_protocol::manifest::{CHUNK_LEN_BYTES, Manifest, ManifestError};
 use starling_protocol::{Hash, JobId, Lineage, ModelName, NodeId, PolicyVersion, RolloutId, Term, Timestamp};
+
+use std::slice::from_ref;
 
 use Durability::{Buffered, Synced};
 
@@ -412,7 +415,7 @@ fn a_consumed_and_deleted_rollout_is_not_lost(store: SharedStore) {
     let all = some_rollouts(&store);
     let promised: Vec<RolloutId> = all.iter().map(|(_, id)| *id).collect();
     delete_rollouts(&store, &[all[0], all[5]]).unwrap();
-    let report = audit(std::slice::from_ref(&store), promised.clone()).unwrap();
+    let report = audit(from_ref(&store), promised.clone()).unwrap();
     assert!(report.is_clean(), "{report:?}");
     assert_eq!((report.acknowledged, report.consumed_and_deleted, report.held), (10, 2, 8));
     // One that no step consumed is lost, whatever a consumed set says.
@@ -420,7 +423,7 @@ fn a_consumed_and_deleted_rollout_is_not_lost(store: SharedStore) {
     let mut batch = Batch::new();
     mark_consumed(&mut batch, [all[2].1], PolicyVersion(9));
     store.write(batch, Synced).unwrap();
-    assert_eq!(audit(std::slice::from_ref(&store), promised).unwrap().lost, [all[2].1]);
+    assert_eq!(audit(from_ref(&store), promised).unwrap().lost, [all[2].1]);
 }
 
 fn the_blob_index_follows_the_blobs(store: SharedStore) {
@@ -620,9 +623,16 @@ fn lines_that_went_apart_may_each_consume_a_rollout(store: SharedStore) {
     put_step(&mut batch, &m, &step(&a, PolicyVersion(1), &[ids[1]]), Term(1));
     put_step(&mut batch, &m, &step(&b, PolicyVersion(1), &[ids[1], ids[2]]), Term(1));
     store.write(batch, Synced).unwrap();
-    let report = audit(&[store.clone()], []).unwrap();
+    let report = audit(from_ref(&store), []).unwrap();
     assert!(report.is_clean(), "{report:?}");
     assert_eq!((report.steps, report.consumed), (4, 3));
+    // What only a line consumed that was given up may have been deleted, and is not lost.
+    let given_up = step(&a, PolicyVersion(1), &[Hash([9; 32])]);
+    assert_eq!(audit(from_ref(&store), given_up.consumed.clone()).unwrap().lost, given_up.consumed);
+    let mut batch = Batch::new();
+    note_given_up(&mut batch, &m, &given_up);
+    store.write(batch, Synced).unwrap();
+    assert!(audit(from_ref(&store), given_up.consumed).unwrap().is_clean());
     // Twice in one history: before the fork and after it.
     let again = step(&b, b.line.version(2), &[ids[0]]);
     let mut batch = Batch::new();

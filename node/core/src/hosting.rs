@@ -16,7 +16,7 @@ use starling_protocol::rollout::{FinishReason, Receipt, receipt_body};
 use starling_protocol::signed::{Domain, Signature, Signer};
 use starling_protocol::wire::{FRAME_LEN_BYTES_MAX, Generate, GenerateControl, GenerateFrame, TokenFrame};
 use starling_protocol::{ModelName, NodeId, PolicyVersion};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::mpsc;
 
@@ -123,6 +123,7 @@ impl Hosting {
     ) {
         let mut kept: Vec<Manifest> = Vec::new();
         let mut base: Option<Manifest> = None;
+        let mut held = BTreeSet::new();
         loop {
             let now = state.borrow_and_update().clone();
             if let Some(weights) = &now.weights {
@@ -147,6 +148,13 @@ impl Hosting {
                             continue;
                         }
                     }
+                }
+            }
+            // Whoever hosts the model may have to lead it when all others are gone.
+            for tasks in now.task_sets().filter(|m| !held.contains(&m.hash)).cloned().collect::<Vec<_>>() {
+                match self.blobs.hold(&tasks, &peers()).await {
+                    Ok(()) => drop(held.insert(tasks.hash)),
+                    Err(e) => tracing::warn!(%model, error = %e, "this server does not hold a job's tasks yet"),
                 }
             }
             if state.changed().await.is_err() {

@@ -35,7 +35,7 @@ impl Invariant for NeverBack {
     fn name(&self) -> &'static str {
         "I8 term and version never fall"
     }
-    fn on_event(&mut self, _at: Duration, event: &Event, _oracle: &Oracle) -> Result<(), Conflict> {
+    fn on_event(&mut self, _at: Duration, event: &Event, oracle: &Oracle) -> Result<(), Conflict> {
         match event {
             Event::Crashed { node, disk_lost, .. } => {
                 // What an engine serves dies with its process.
@@ -51,12 +51,21 @@ impl Invariant for NeverBack {
                 self.frail.extend(groups.iter().flatten());
                 Ok(())
             }
-            Event::Entered { node, model, lineage } => match self.lines.insert((*node, model.clone()), lineage.line) {
-                Some(before) if before > lineage.line => {
-                    Err(format!("node {} left {before} of {model} for {}, which is less", node.0, lineage.line))
+            Event::Entered { node, model, lineage } => {
+                // Versions that the node went to beyond the fork are no measure any more.
+                let key = (*node, model.clone());
+                for seen in [&mut self.applied, &mut self.served] {
+                    if seen.get(&key).is_some_and(|v| !lineage.contains(*v)) {
+                        seen.remove(&key);
+                    }
                 }
-                _ => Ok(()),
-            },
+                match self.lines.insert(key, lineage.line) {
+                    Some(before) if before > lineage.line => {
+                        Err(format!("node {} left {before} of {model} for {}, which is less", node.0, lineage.line))
+                    }
+                    _ => Ok(()),
+                }
+            }
             Event::Leads { node, .. } if self.frail.contains(node) => Ok(()),
             Event::Leads { node, model, term, .. } => {
                 // In a line that it just joined, a node knows no term before its leader comes.
@@ -65,6 +74,12 @@ impl Invariant for NeverBack {
                     return Ok(());
                 }
                 rises(&mut self.terms, *node, model, PolicyVersion(term.0), "the term")
+            }
+            // What a line lacks that the node joined meanwhile may be loaded or applied to the end.
+            Event::Applied { node, model, version, .. } | Event::Served { node, model, version, .. }
+                if !oracle.lineage_of(*node, model).contains(*version) =>
+            {
+                Ok(())
             }
             Event::Applied { node, model, version, .. } => {
                 rises(&mut self.applied, *node, model, *version, "the version")

@@ -8,10 +8,13 @@ use openraft::EntryPayload;
 use serde::{Serialize, de::DeserializeOwned};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{Applied, ControlEntry, ModelState, StepCommitted};
+use starling_protocol::manifest::Manifest;
 use starling_protocol::planted::{self, Bug};
 use starling_protocol::{Lineage, ModelName, NodeId, PolicyVersion, RolloutId, Term};
 use starling_storage::schema::raft_meta_key;
-use starling_storage::{Batch, Durability, Family, RaftLog, RaftMeta, SharedStore, StoreError, consumed, steps};
+use starling_storage::{
+    Batch, Durability, Family, RaftLog, RaftMeta, SharedStore, StoreError, blobs, consumed, given_up, steps,
+};
 
 use crate::runtime::blocking;
 use crate::watch::lock;
@@ -184,18 +187,17 @@ impl Disk {
     /// growing, so that whoever joins gets a snapshot.
     ///
     /// Entries that were not applied may have been committed: only the lost majority knew. They are taken over, under the
-    /// new line's numbers.
+    /// new line's numbers. Steps whose weights were lost with the majority are given up, if older ones lie here.
     pub(super) fn open_line(&self, (opener, seat): (NodeId, Seat), known: u8, survivors: usize) -> io::Result<Lineage> {
         let mut applied = self.applied()?;
         let from = applied.last_applied.map_or(0, |id| id.index + 1);
         let tail = self.entries(from, u64::MAX, usize::MAX)?;
-        let lineage = self.lineage()?.opened(applied.state.version, known, survivors, opener);
-        let (before, mut lineage) = (self.lineage()?.line, lineage.map_err(io::Error::other)?);
-        let fork = applied.state.version;
+        let (before, fork) = (self.lineage()?, applied.state.version);
+        let mut lineage = before.opened(fork, known, survivors, opener).map_err(io::Error::other)?;
         let members = applied.membership.membership().nodes().map(|(n, _)| *n);
         applied.state.kin.extend(members);
         applied.state.lineage = lineage.clone();
-        let mut batch = Batch::new();
+        let mut taken_over = Vec::new();
         for entry in tail {
             applied.last_applied = Some(entry.log_id);
             match entry.payload {
@@ -203,11 +205,10 @@ impl Disk {
                 EntryPayload::Membership(m) => applied.state.kin.extend(m.nodes().map(|(n, _)| *n)),
                 EntryPayload::Normal(payload) => {
                     let entry_term = Term(entry.log_id.committed_leader_id().term);
-                    let taken = payload.0.taken_over(fork, &before, &lineage.line);
+                    let taken = payload.0.taken_over(fork, &before.line, &lineage.line);
                     let answer = applied.state.apply(entry_term, &taken);
                     if let (Applied::Yes, ControlEntry::StepCommitted(step)) = (answer, taken) {
-                        steps::put_step(&mut batch, self.group(), &step, entry_term);
-                        self.put_consumed(&mut batch, step.version, &step.consumed);
+                        taken_over.push(*step);
                     }
                 }
             }
@@ -215,6 +216,20 @@ impl Disk {
         let Some(last) = applied.last_applied.filter(|_| applied.state.model.is_some()) else {
             return Err(io::Error::other("the log has no model that a new line could go on with"));
         };
+        let mut batch = Batch::new();
+        let given_up = self.give_up_lost_weights(&mut applied.state, &taken_over)?;
+        if applied.state.version < fork {
+            let shorter = before.opened(applied.state.version, known, survivors, opener);
+            lineage = shorter.map_err(io::Error::other)?;
+        }
+        for step in &given_up {
+            self.delete_given_up(&mut batch, step);
+        }
+        for step in taken_over.iter().filter(|s| given_up.iter().all(|g| g.version != s.version)) {
+            // `apply` takes a step only in an entry of its own term.
+            steps::put_step(&mut batch, self.group(), step, step.term);
+            self.put_consumed(&mut batch, step.version, &step.consumed);
+        }
         lineage.line.steps = applied.state.version.steps();
         let term = lineage.line.first_term().0 + 1;
         let nodes = BTreeMap::from([(opener, seat)]);
@@ -233,6 +248,56 @@ impl Disk {
         Ok(lineage)
     }
 
+    /// Goes back to the newest step whose weights lie here, if there is one, and returns those after it, newest first.
+    /// `taken_over` are the steps that are not in the store yet.
+    fn give_up_lost_weights(
+        &self,
+        state: &mut ModelState,
+        taken_over: &[StepCommitted],
+    ) -> io::Result<Vec<StepCommitted>> {
+        let store = self.log.store();
+        let lies_here =
+            |m: &Manifest| blobs::missing_chunks(store, m).map(|missing| missing.is_empty()).map_err(failed);
+        let step_to = |version: PolicyVersion| match taken_over.iter().find(|s| s.version == version) {
+            Some(step) => Ok(Some(step.clone())),
+            None => steps::step(store, self.group(), version).map_err(failed),
+        };
+        let mut given_up = Vec::new();
+        let mut at = state.version;
+        let newest_here = loop {
+            // A member that came by a snapshot has no older steps, nor has anyone one to version 0.
+            let Some(step) = step_to(at)? else { return Ok(Vec::new()) };
+            if lies_here(&step.weights)? {
+                break step;
+            }
+            at = step.parent;
+            given_up.push(step);
+        };
+        if given_up.is_empty() {
+            return Ok(given_up);
+        }
+        let mut optimizer = Some(newest_here.clone());
+        while let Some(step) = optimizer.take_if(|s| s.optimizer_state.is_none()) {
+            optimizer = step_to(step.parent)?;
+        }
+        tracing::warn!(
+            model = %self.group(), from = %state.version, to = %newest_here.version,
+            "the weights of the newest steps are lost: the new generation goes on from the newest that are here"
+        );
+        state.go_back(&newest_here, &given_up, optimizer.as_ref());
+        Ok(given_up)
+    }
+
+    /// Removes a step of a line that was given up, and notes what it had consumed.
+    fn delete_given_up(&self, batch: &mut Batch, step: &StepCommitted) {
+        steps::delete_step(batch, self.group(), step.version);
+        if !planted::has(Bug::KeepOldMarks) {
+            consumed::unmark_consumed(batch, step.consumed.iter().copied());
+        }
+        batch.delete(Family::RaftMeta, self.consumed_row(step.version));
+        given_up::note_given_up(batch, self.group(), step);
+    }
+
     /// Leaves the line for `lineage`, whose leader brings the state: all of it, or nothing. Log, vote and state go, and
     /// of steps and consumed rollouts those that the new line does not have.
     pub(super) fn join_line(&self, lineage: &Lineage, inviter: NodeId) -> io::Result<()> {
@@ -245,7 +310,7 @@ impl Disk {
         }
         for step in steps::steps(self.log.store(), self.group()).map_err(failed)? {
             if !lineage.contains(step.version) {
-                steps::delete_step(&mut batch, self.group(), step.version);
+                self.delete_given_up(&mut batch, &step);
             }
         }
         self.log.put_meta_in(&mut batch, RaftMeta::AppliedState, &encode(&AppliedState::default()));
@@ -315,8 +380,11 @@ impl Disk {
 
     fn put_consumed(&self, batch: &mut Batch, version: PolicyVersion, ids: &[RolloutId]) {
         consumed::mark_consumed(batch, ids.iter().copied(), version);
-        let key = self.consumed_key(&format!("consumed/{:020}", version.0));
-        batch.put(Family::RaftMeta, key, encode(&(version, ids)));
+        batch.put(Family::RaftMeta, self.consumed_row(version), encode(&(version, ids)));
+    }
+
+    fn consumed_row(&self, version: PolicyVersion) -> Vec<u8> {
+        self.consumed_key(&format!("consumed/{:020}", version.0))
     }
 
     fn consumed_key(&self, name: &str) -> Vec<u8> {

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use starling_core::consensus::{JoinError, ReopenError};
 use starling_protocol::control::{Applied, Refusal};
+use starling_protocol::manifest::Manifest;
 use starling_protocol::record::Role;
 use starling_protocol::{NodeId, PolicyVersion, Term};
-use starling_storage::{SharedStore, consumed, steps};
+use starling_storage::{SharedStore, blobs, consumed, given_up, steps};
 use tokio::time::sleep;
 
 use crate::support::*;
@@ -191,6 +192,33 @@ async fn a_majority_that_trained_on_yields_to_a_greater_generation() {
         }
         world.until("all vote", Duration::from_secs(60), |w| w.groups(leader).voters(&model()).len() == 3).await;
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn steps_whose_weights_are_lost_are_given_up_if_older_ones_are_there() {
+    let (mut world, leader, _) = world(63, 3, 5).await;
+    let survivor = world.nodes.keys().copied().find(|n| *n != leader).unwrap();
+    for version in [2_u64, 3] {
+        blobs::put_manifest_bytes(&*world.stores[&survivor], &version.to_be_bytes()).unwrap();
+    }
+    let lost: Vec<_> = world.nodes.keys().copied().filter(|n| *n != survivor).collect();
+    lost.iter().for_each(|n| world.crash(*n, false));
+    world.until("it leads", OPENED, |w| w.view(survivor).is_self).await;
+    let state = world.state(survivor);
+    assert_eq!((state.version, state.lineage.line.steps), (PolicyVersion(3), 3));
+    assert_eq!(state.weights, Some(Manifest::of(&3_u64.to_be_bytes())));
+    assert_eq!((state.jobs[0].steps, &state.jobs[0].groups_opened), (3, &vec![3]));
+    assert!(state.consumed.contains_key(&rollout(3)) && !state.consumed.contains_key(&rollout(4)));
+    assert_store_is_the_states(&world, survivor);
+    let store: SharedStore = world.stores[&survivor].clone();
+    let noted = given_up::all_given_up(&store).unwrap();
+    assert_eq!(BTreeSet::from_iter(noted), BTreeSet::from([rollout(4), rollout(5)]));
+    assert_eq!(train(&world, survivor, world.view(survivor).term, &[4, 5]).await.to_string(), "g1.4");
+    world.crash(survivor, true);
+    world.start(survivor, Role::Server).await;
+    world.until("it leads again", OPENED, |w| w.view(survivor).is_self).await;
+    assert_eq!(world.state(survivor).version.to_string(), "g1.4");
+    assert_store_is_the_states(&world, survivor);
 }
 
 #[tokio::test(start_paused = true)]
