@@ -11,6 +11,7 @@ mod generation;
 mod leases;
 mod leg;
 mod pace;
+mod pending;
 mod servers;
 
 pub use generation::{Generation, GenerationError, GenerationEvent};
@@ -18,6 +19,7 @@ pub use leases::Lease;
 
 use crate::NodeCore;
 use leases::Leases;
+use pending::{Pending, Requests};
 use servers::Servers;
 use starling_protocol::assignment::{Assignment, HeldLease};
 use starling_protocol::rollout::{Rollout, RolloutError};
@@ -102,6 +104,7 @@ struct Inner {
     counts: Mutex<ClientCounts>,
     /// What answers wait for, with how many of them.
     waits: Mutex<BTreeMap<String, usize>>,
+    requests: Mutex<Requests>,
 }
 
 impl Inner {
@@ -125,6 +128,7 @@ impl Client {
             servers: Servers::default(),
             counts: Mutex::default(),
             waits: Mutex::default(),
+            requests: Mutex::default(),
         }))
     }
 
@@ -162,8 +166,14 @@ impl Client {
             if left == 0 && running.is_empty() {
                 continue;
             }
+            // A renewal holds nobody back.
+            let asking = (left > 0).then(|| {
+                Pending::new(inner, format!("{model}: no answer yet from its leader, which was asked for episodes"))
+            });
             let call = LeaderCall::Claim { model: model.clone(), want: left, running: running.clone() };
-            match inner.core.ask_leader(&model, &call).await {
+            let answer = inner.core.ask_leader(&model, &call).await;
+            drop(asking);
+            match answer {
                 Ok(LeaderReply::Assigned { assignments, revoked, wait }) => {
                     inner.leases.note((inner.core.clock())(), &assignments, &running, &revoked);
                     out.assignments.extend(assignments);
@@ -245,6 +255,8 @@ impl Client {
         let sealed = rollout.seal(&**core.signer())?;
         let id = sealed.id;
         let replication = usize::from(lease.assignment.replication);
+        let what = format!("{}: no answer yet from enough nodes that are to hold an ended episode", rollout.model);
+        let _asking = Pending::new(&self.0, what);
         core.rollouts().replicate(&rollout.model, rollout.job, sealed, replication).await?;
         self.0.leases.forget(rollout.episode);
         Ok(id)
@@ -266,14 +278,15 @@ impl Client {
         *lock(&self.0.counts)
     }
 
-    /// What answers wait for now, in words.
+    /// What answers, claims and ended episodes wait for now, in words.
     #[must_use]
     pub fn waits(&self) -> Vec<String> {
-        let waits = lock(&self.0.waits);
-        waits
+        let answers = lock(&self.0.waits)
             .iter()
             .map(|(why, n)| format!("{n} answer{} for {why}", if *n == 1 { " waits" } else { "s wait" }))
-            .collect()
+            .collect::<Vec<_>>();
+        let requests = lock(&self.0.requests).told((self.0.core.clock())());
+        answers.into_iter().chain(requests).collect()
     }
 }
 
