@@ -32,7 +32,7 @@ test: build
 	scripts/test.sh
 
 soak: build
-	$(TARGET)/release/soak --hours $(HOURS) --seed $(SEED) --log soak/$(shell date +%Y%m%d-%H%M%S)
+	STARLING_TEST_PATIENCE=$${STARLING_TEST_PATIENCE:-3} $(TARGET)/release/soak --hours $(HOURS) --seed $(SEED) --log soak/$(shell date +%Y%m%d-%H%M%S)
 
 # The peer is a package of its own, so that nothing of it comes into our binaries.
 bench: build

@@ -14,16 +14,21 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use starling_bootstrap::ticket::Ticket;
 use starling_core::consensus::ReopenError;
+use starling_mesh::DialReport;
 use starling_protocol::control::{ControlEntry, JobEnd};
 use starling_protocol::job::JobSpec;
 use starling_protocol::manifest::Manifest;
 use starling_protocol::rollout::read_rollout;
-use starling_protocol::{Hash, JobId, ModelName, RolloutId};
+use starling_protocol::{Hash, JobId, ModelName, NodeId, RolloutId};
 use starling_storage::{rollouts, steps};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Longest admin request: the task files of a job.
 const BODY_LEN_BYTES_MAX: usize = 256 << 20;
+/// A peer that went is a likely reason of what waits now for this long: twice what the group of a model gives a dead voter
+/// before it replaces it, and longer than any claim, answer or put of rollouts waits.
+const MISSED_FOR: Duration = Duration::from_secs(120);
 /// A mesh's name in tickets, for people.
 const MESH_NAME: &str = "starling";
 
@@ -98,11 +103,14 @@ async fn status(State(node): State<Node>) -> Json<Value> {
     let models: Vec<Value> = core.models().list().iter().map(|a| core.model_status(&a.model)).map(slim).collect();
     let mut waits: Vec<String> = Vec::new();
     let mut unreachable: Vec<Value> = Vec::new();
+    let live = core.membership().live();
     for r in node.mesh.reachability() {
         if core.transport().connected().contains(&r.peer) {
             continue;
         }
-        waits.push(format!("cannot reach {} at {}: {}", r.peer.short(), r.address, r.error));
+        if is_missed(&r, &live) {
+            waits.push(format!("cannot reach {} at {}: {}", r.peer.short(), r.address, r.error));
+        }
         unreachable.push(json!({ "peer": r.peer, "address": r.address, "error": r.error }));
     }
     let runner = node.runner.as_ref().map(|r| {
@@ -116,7 +124,7 @@ async fn status(State(node): State<Node>) -> Json<Value> {
             "worker_restarts": s.worker_restarts, "wait": s.wait, "last_failure": s.last_failure,
         })
     });
-    if core.membership().live().len() <= 1 {
+    if live.len() <= 1 {
         waits.push("no other node of the mesh is reachable".into());
     }
     if core.models().list().is_empty() {
@@ -151,6 +159,13 @@ async fn status(State(node): State<Node>) -> Json<Value> {
         "store": holding,
         "doing": waits,
     }))
+}
+
+/// Whether something may wait for a peer that cannot be reached: others see it, or it is gone since a short while, or nobody
+/// else is there. One that left for good is dialled again now and then, for ever, and is no reason of any wait.
+fn is_missed(report: &DialReport, live: &[NodeId]) -> bool {
+    let failing = report.at.duration_since(report.since).unwrap_or_default();
+    live.len() <= 1 || live.contains(&report.peer) || failing < MISSED_FOR
 }
 
 /// Without manifests, which are long and for machines.
@@ -247,7 +262,7 @@ async fn submit(State(node): State<Node>, Json(s): Json<Submission>) -> Answer<S
             Ok(()) => return Ok(Json(SubmitReport { job, model: model.clone(), created })),
             Err(e) => said = e.to_string(),
         }
-        tokio::time::sleep(std::time::Duration::from_millis(500)).await;
+        tokio::time::sleep(Duration::from_millis(500)).await;
     }
     Err(AdminError::failed(format!("the job was not accepted: {said}")))
 }
@@ -337,4 +352,24 @@ async fn show_rollout(State(node): State<Node>, Path(id): Path<String>) -> Answe
         None => Vec::new(),
     };
     Ok(Json(json!({ "id": id, "len_bytes": bytes.len(), "rollout": rollout, "texts": texts })))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::SystemTime;
+
+    #[test]
+    fn who_left_for_good_is_no_reason_of_a_wait() {
+        let [me, other, gone] = [1, 2, 9].map(|n| NodeId([n; 32]));
+        let failing_for = |s: u64| {
+            let since = SystemTime::UNIX_EPOCH;
+            let (address, error) = ("/ip4/10.0.0.9/tcp/4001".into(), "timeout".into());
+            DialReport { peer: gone, address, error, at: since + Duration::from_secs(s), since }
+        };
+        assert!(is_missed(&failing_for(0), &[me, other]), "it has just gone");
+        assert!(!is_missed(&failing_for(1000), &[me, other]), "it has left");
+        assert!(is_missed(&failing_for(1000), &[me, other, gone]), "others reach it");
+        assert!(is_missed(&failing_for(1000), &[me]), "nobody is there");
+    }
 }

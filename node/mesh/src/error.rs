@@ -39,8 +39,10 @@ pub struct DialReport {
     pub address: String,
     /// Why it failed.
     pub error: String,
-    /// When.
+    /// When, the last time.
     pub at: SystemTime,
+    /// When it failed first, of the failures since the last connection with this peer.
+    pub since: SystemTime,
 }
 
 /// A dial error in plain words: the deepest cause, without the names of the layers above it.

@@ -225,7 +225,9 @@ impl Shared {
 
     pub(crate) fn report(&self, peer: NodeId, address: String, error: String) {
         let mut reports = lock(&self.reports);
-        let report = DialReport { peer, address, error, at: SystemTime::now() };
+        let at = SystemTime::now();
+        let since = reports.get(&(peer, address.clone())).map_or(at, |r| r.since);
+        let report = DialReport { peer, address, error, at, since };
         reports.insert((peer, report.address.clone()), report);
         if reports.len() > REPORTS_MAX {
             let oldest = reports.values().min_by_key(|r| r.at).map(|r| (r.peer, r.address.clone()));

@@ -12,6 +12,7 @@ mod generation;
 mod leases;
 mod leg;
 mod pace;
+mod pending;
 mod servers;
 
 pub use generation::{Generation, GenerationError, GenerationEvent};
@@ -20,6 +21,7 @@ pub use leases::Lease;
 use crate::NodeCore;
 use block::Blocks;
 use leases::Leases;
+use pending::{Pending, Requests};
 use servers::Servers;
 use starling_protocol::assignment::{Assignment, HeldLease};
 use starling_protocol::rollout::{Rollout, RolloutError};
@@ -105,6 +107,7 @@ struct Inner {
     counts: Mutex<ClientCounts>,
     /// What answers wait for, with how many of them.
     waits: Mutex<BTreeMap<String, usize>>,
+    requests: Mutex<Requests>,
 }
 
 impl Inner {
@@ -129,6 +132,7 @@ impl Client {
             servers: Servers::default(),
             counts: Mutex::default(),
             waits: Mutex::default(),
+            requests: Mutex::default(),
         }))
     }
 
@@ -193,6 +197,10 @@ impl Client {
             if want > 0 && left == 0 && lock(&inner.blocks).is_silent((inner.core.clock())(), &model) {
                 continue;
             }
+            // A renewal holds nobody back.
+            let asking = (left > 0).then(|| {
+                Pending::new(inner, format!("{model}: no answer yet from its leader, which was asked for episodes"))
+            });
             let block = if want > 0 { lock(&inner.blocks).wanted_size() } else { 0 };
             let call = LeaderCall::Claim {
                 model: model.clone(),
@@ -202,6 +210,7 @@ impl Client {
                 running: running.clone(),
             };
             let reply = inner.core.ask_leader(&model, &call).await;
+            drop(asking);
             let now = (inner.core.clock())();
             lock(&inner.blocks).note_answer(now, &model, reply.is_ok());
             match reply {
@@ -294,6 +303,8 @@ impl Client {
         let sealed = rollout.seal(&**core.signer())?;
         let id = sealed.id;
         let replication = usize::from(lease.assignment.replication);
+        let what = format!("{}: no answer yet from enough nodes that are to hold an ended episode", rollout.model);
+        let _asking = Pending::new(&self.0, what);
         core.rollouts().replicate(&rollout.model, rollout.job, sealed, replication).await?;
         self.0.leases.forget(rollout.episode);
         Ok(id)
@@ -319,14 +330,15 @@ impl Client {
         *lock(&self.0.counts)
     }
 
-    /// What answers wait for now, in words.
+    /// What answers, claims and ended episodes wait for now, in words.
     #[must_use]
     pub fn waits(&self) -> Vec<String> {
-        let waits = lock(&self.0.waits);
-        waits
+        let answers = lock(&self.0.waits)
             .iter()
             .map(|(why, n)| format!("{n} answer{} for {why}", if *n == 1 { " waits" } else { "s wait" }))
-            .collect()
+            .collect::<Vec<_>>();
+        let requests = lock(&self.0.requests).told((self.0.core.clock())());
+        answers.into_iter().chain(requests).collect()
     }
 }
 

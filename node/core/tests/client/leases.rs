@@ -1,6 +1,6 @@
 //! Leases: renewed by their own length, and taken over by the next leader.
 
-use crate::world::{CLIENT, World, id, model};
+use crate::world::{CLIENT, World, id, model, request};
 use starling_protocol::control::ControlEntry;
 use starling_protocol::job::{CollectionRule, EvaluateSpec, JobSpec, Sampling, TaskSetSpec, TrainerSpec};
 use starling_protocol::{EpisodeId, JobId};
@@ -153,4 +153,55 @@ async fn a_client_goes_on_from_its_block_while_its_leader_is_out_of_reach_and_gi
     let claimed = world.as_client(world.client.claim(&[], 4, &held)).await;
     assert!(claimed.assignments.is_empty() && claimed.revoked.is_empty());
     assert_eq!(ledger(), 14, "what had not begun went back");
+}
+
+/// A claim asks one voter after another, each for seconds: that is a wait with a reason long before the last one failed.
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_nobody_answers_is_told_while_it_lasts() {
+    let world = World::start().await;
+    submit(&world, 60_000).await;
+    claim(&world, 1).await;
+    assert!(world.client.waits().is_empty(), "{:?}", world.client.waits());
+    world.network.isolate(id(CLIENT));
+    let begun = Instant::now();
+    let mut asking = Box::pin(world.as_client(world.client.claim(&[], 1, &[])));
+    let told = tokio::select! {
+        biased;
+        claimed = &mut asking => panic!("nobody can be reached: {claimed:?}"),
+        told = async {
+            while world.client.waits().is_empty() {
+                sleep(Duration::from_millis(50)).await;
+            }
+            begun.elapsed()
+        } => told,
+    };
+    assert!(told < Duration::from_secs(2), "{told:?}");
+    let waits = world.client.waits();
+    assert_eq!(waits, ["tiny: no answer yet from its leader, which was asked for episodes, for 1 s"]);
+    let claimed = asking.await;
+    assert!(claimed.assignments.is_empty() && claimed.wait.is_some(), "{claimed:?}");
+    assert!(world.client.waits().is_empty(), "what came of it is the claim's to tell: {:?}", world.client.waits());
+}
+
+/// An ended episode whose holders do not answer is not acknowledged, and that is told too.
+#[tokio::test(start_paused = true)]
+async fn an_ended_episode_that_nobody_takes_is_told_while_it_lasts() {
+    let world = World::start().await;
+    submit(&world, 60_000).await;
+    let held = claim(&world, 1).await;
+    let assignment = world.client.lease(held[0]).unwrap().assignment;
+    let mut answer = world.generate(request(15, 5)).await;
+    answer.read_all(&world).await;
+    let rollout = answer.rollout(&assignment, 5);
+    world.network.isolate(id(CLIENT));
+    let mut sealing = Box::pin(world.as_client(world.client.seal(rollout)));
+    tokio::select! {
+        biased;
+        sealed = &mut sealing => panic!("one node is not enough: {sealed:?}"),
+        () = sleep(Duration::from_millis(1500)) => {}
+    }
+    let waits = world.client.waits();
+    assert_eq!(waits, ["tiny: no answer yet from enough nodes that are to hold an ended episode, for 1 s"]);
+    drop(sealing);
+    assert!(world.client.waits().is_empty(), "{:?}", world.client.waits());
 }

@@ -244,7 +244,6 @@ impl Answer {
 
     /// Tokens without a receipt; checks the receipt by sealing the first `keep` tokens as a rollout.
     pub(crate) fn unreceipted(&self, keep: usize) -> usize {
-        let (finish, receipt) = self.end.clone().unwrap();
         let assignment = Assignment {
             job: JobId::default(),
             model: model(),
@@ -262,6 +261,15 @@ impl Answer {
             lease_ttl_ms: 1000,
             replication: 1,
         };
+        let rollout = self.rollout(&assignment, keep);
+        let sealed = rollout.seal(&TestKey(id(CLIENT))).unwrap();
+        let verified = verify_rollout(sealed.id, &sealed.bytes, &TestKey(id(CLIENT))).unwrap();
+        verified.rollout.timelines[0].loss_mask[3..].iter().filter(|trains| !**trains).count()
+    }
+
+    /// The first `keep` tokens of the whole answer as an ended episode.
+    pub(crate) fn rollout(&self, assignment: &Assignment, keep: usize) -> Rollout {
+        let (finish, receipt) = self.end.clone().unwrap();
         let kept = &self.frames[..keep];
         let completion = Completion {
             tokens: kept.iter().map(|t| t.id).collect(),
@@ -273,10 +281,8 @@ impl Answer {
         let plan = tree.begin_call(Hash::default(), std::slice::from_ref(&message));
         let info = TurnInfo { finish, temperature: 1.0, duration_ms: 1, receipt };
         tree.end_call(&plan, &self.request.prompt, completion, &message, info);
-        let mut rollout = Rollout::begin(&assignment, id(CLIENT), "test".into(), Timestamp(0));
+        let mut rollout = Rollout::begin(assignment, id(CLIENT), "test".into(), Timestamp(0));
         (rollout.timelines, rollout.turns) = tree.timelines();
-        let sealed = rollout.seal(&TestKey(id(CLIENT))).unwrap();
-        let verified = verify_rollout(sealed.id, &sealed.bytes, &TestKey(id(CLIENT))).unwrap();
-        verified.rollout.timelines[0].loss_mask[3..].iter().filter(|trains| !**trains).count()
+        rollout
     }
 }

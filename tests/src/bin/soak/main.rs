@@ -5,6 +5,7 @@ mod chart;
 mod faults;
 mod ledger;
 mod log;
+mod patience;
 mod read;
 mod report;
 mod run;

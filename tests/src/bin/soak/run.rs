@@ -3,13 +3,14 @@
 use crate::faults::{self, Fault, NODES, SERVERS, Scene, VOLUNTEERS, WITNESS};
 use crate::ledger::{self, Ledger};
 use crate::log::Log;
+use crate::patience::Patience;
 use crate::snapshot;
 use crate::watch::{self, Board, Shown};
 use anyhow::{Context, ensure};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
-use starling_tests::{Job, Network, Role, Seed, StoresReport, TestMesh, agent_binary, starling_in};
+use starling_tests::{Job, Network, Role, Seed, StoresReport, TestMesh, TestNode, agent_binary, starling_in};
 use std::cell::RefCell;
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -29,10 +30,11 @@ const JOBS_EVERY: Duration = Duration::from_secs(10);
 const ROLLOUTS_KEPT: &str = "10m";
 const STORE_QUOTA: &str = "3GiB";
 
-/// A step within this time of the end of a fault; the machine may be starved by others.
+/// A step within this time of the end of a fault; what nodes wait for a processor does not count.
 const STEP_LIMIT: Duration = Duration::from_secs(180);
 /// All nodes know each other, and the servers have what the newest had, within this time.
 const WHOLE_LIMIT: Duration = Duration::from_secs(240);
+const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// What was on its way when a cut came may still arrive.
 const IN_FLIGHT: Duration = Duration::from_secs(3);
 /// What lost a copy has a second one again after this time: 30 s of grace for the node that had it, and a sweep.
@@ -127,6 +129,10 @@ pub(crate) async fn run(plan: &Plan) -> anyhow::Result<()> {
     soak.mesh.keep();
     log.event("end", &json!({}));
     Ok(())
+}
+
+fn told(patience: &Patience) -> String {
+    format!("not within {:.0?}, of which {:.0?} count", patience.elapsed(), patience.counted())
 }
 
 /// Submits jobs one after another, so that training never ends.
@@ -453,30 +459,39 @@ impl Soak {
         }
     }
 
+    fn pids(&self) -> Vec<u32> {
+        self.mesh.nodes().iter().filter_map(TestNode::pid).collect()
+    }
+
     /// Waits for a version after `before`.
     async fn progress(&mut self, what: &str, before: u64) -> bool {
-        let begun = Instant::now();
-        match self.mesh.reach(before + 1, STEP_LIMIT).await {
-            Ok(version) => {
-                self.log.event("step", &json!({ "version": version, "after_s": begun.elapsed().as_secs_f64() }));
-                true
+        let mut patience = Patience::new(STEP_LIMIT, &self.pids());
+        while let Err(e) = self.mesh.reach(before + 1, Duration::ZERO).await {
+            if patience.is_over(&self.pids()) {
+                self.violation(what, &format!("{}: {e:#}", told(&patience)));
+                return false;
             }
-            Err(e) => {
-                self.violation(what, &format!("{e:#}"));
-                false
-            }
+            tokio::time::sleep(LOOK_EVERY).await;
         }
+        self.log.event("step", &json!({ "after_s": patience.elapsed().as_secs_f64() }));
+        true
     }
 
     /// Waits until every node that should run knows the others, and the servers have caught up.
     async fn whole(&mut self, round: u64) {
-        let begun = Instant::now();
-        match self.mesh.whole(self.mesh.version().await, WHOLE_LIMIT).await {
-            Ok(()) => {
-                self.log.event("whole", &json!({ "round": round, "after_s": begun.elapsed().as_secs_f64() }));
+        let mut patience = Patience::new(WHOLE_LIMIT, &self.pids());
+        let target = self.mesh.version().await;
+        while let Err(e) = self.mesh.whole(target, Duration::ZERO).await {
+            if patience.is_over(&self.pids()) {
+                self.violation(
+                    &format!("the mesh is whole after round {round}"),
+                    &format!("{}: {e:#}", told(&patience)),
+                );
+                return;
             }
-            Err(e) => self.violation(&format!("the mesh is whole after round {round}"), &format!("{e:#}")),
+            tokio::time::sleep(LOOK_EVERY).await;
         }
+        self.log.event("whole", &json!({ "round": round, "after_s": patience.elapsed().as_secs_f64() }));
     }
 
     /// All processes stand still for a moment, and their stores are copied and audited: what a power failure of all of
@@ -488,9 +503,9 @@ impl Soak {
             self.mesh.nodes().iter().map(|n| (n.name().to_owned(), n.data().join("store"))).collect();
         let begun = Instant::now();
         self.board.borrow_mut().iter_mut().for_each(|n| n.answers = false);
-        self.mesh.nodes().iter().for_each(starling_tests::TestNode::pause);
+        self.mesh.nodes().iter().for_each(TestNode::pause);
         let copies = snapshot::copy(&stores, &folder);
-        self.mesh.nodes().iter().for_each(starling_tests::TestNode::resume);
+        self.mesh.nodes().iter().for_each(TestNode::resume);
         self.board.borrow_mut().iter_mut().for_each(|n| n.answers = n.pid.is_some());
         let stood = begun.elapsed();
         let copies = copies?;

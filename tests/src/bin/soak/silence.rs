@@ -56,7 +56,7 @@ pub(crate) fn look(run: &Run) -> Waits {
     let mut by_life: BTreeMap<(&str, u32), Vec<&Status>> = BTreeMap::new();
     run.statuses.iter().for_each(|s| by_life.entry((&s.node, s.life)).or_default().push(s));
     for ((node, _), statuses) in &by_life {
-        let empty = |s: &Status| s.unanswered.is_none() && s.doing.is_empty();
+        let empty = |s: &Status| s.unanswered.is_none() && !s.doing.iter().any(|d| says_something(d));
         let version = |s: &Status| s.version;
         waits.silences.extend(stretches(statuses, empty, version, EMPTY_S_MAX, &format!("{node}, which says nothing")));
         let only_agents = |s: &Status| s.agents.is_some() && !s.doing.iter().any(|d| names_a_reason(d));
@@ -155,20 +155,20 @@ fn still(run: &Run, times: &[f64]) -> Vec<Still> {
     gaps.filter(|g| g.to_s - g.from_s > STILL_S_MAX).collect()
 }
 
-/// A time without progress is explained if, once it lasts [`STILL_S_MAX`], never more than [`EMPTY_S_MAX`] pass without some node
-/// naming a reason.
+/// A time without progress is explained if, once it lasts [`STILL_S_MAX`], no statuses that span more than [`EMPTY_S_MAX`] follow
+/// each other without one that names a reason. Where none was asked for, as the soak itself got no time, nothing is known.
 fn unexplained(run: &Run, time: &Still, what: &str) -> Option<Silence> {
-    let within = || run.statuses.iter().filter(|s| s.t > time.from_s + STILL_S_MAX && s.t <= time.to_s);
-    let mut last = time.from_s + STILL_S_MAX;
-    let (mut from_s, mut to_s) = (0.0, 0.0);
-    let named = within().filter(|s| s.doing.iter().any(|d| names_a_reason(d))).map(|s| s.t).chain([time.to_s]);
-    for t in named {
-        if t - last > to_s - from_s {
-            (from_s, to_s) = (last, t);
+    let mut longest: &[&Status] = &[];
+    let within: Vec<&Status> =
+        run.statuses.iter().filter(|s| s.t > time.from_s + STILL_S_MAX && s.t <= time.to_s).collect();
+    let span = |stretch: &[&Status]| stretch.last().zip(stretch.first()).map_or(0.0, |(last, first)| last.t - first.t);
+    for stretch in within.split(|s| s.doing.iter().any(|d| names_a_reason(d))) {
+        if span(stretch) > span(longest) {
+            longest = stretch;
         }
-        last = t;
     }
-    let said = || within().filter(|s| s.t > from_s && s.t < to_s).map(say).collect();
+    let (from_s, to_s) = (longest.first()?.t, longest.last()?.t);
+    let said = || longest.iter().map(|s| say(s)).collect();
     (to_s - from_s > EMPTY_S_MAX).then(|| Silence { who: what.to_owned(), from_s, to_s, said: said() })
 }
 
@@ -176,12 +176,18 @@ fn unexplained(run: &Run, time: &Still, what: &str) -> Option<Silence> {
 fn names_a_reason(doing: &str) -> bool {
     let follows = doing.starts_with("following ");
     let runs_agents = doing.starts_with("agents run ") && doing.ends_with(" episodes");
-    !follows && !runs_agents
+    !follows && !runs_agents && says_something(doing)
+}
+
+/// A peer that cannot be reached may be one that left for good long ago, and then nothing waits for it.
+fn says_something(doing: &str) -> bool {
+    !doing.starts_with("cannot reach ")
 }
 
 fn say(s: &Status) -> String {
-    let what = s.unanswered.clone().unwrap_or_else(|| s.doing.join("; "));
-    format!("{:.1} s {}: version {:?}, {what}", s.t, s.node, s.version)
+    let told: Vec<&str> = s.doing.iter().map(String::as_str).filter(|d| says_something(d)).collect();
+    let what = s.unanswered.clone().unwrap_or_else(|| if told.is_empty() { "nothing".into() } else { told.join("; ") });
+    format!("{:.1} s {}: {what}", s.t, s.node)
 }
 
 /// Ids, counts and addresses become `#`, so that equal reasons are counted together.
@@ -244,9 +250,17 @@ mod tests {
 
     #[test]
     fn what_a_node_does_is_no_reason_for_a_mesh_that_stands_still() {
-        let silences = look(&run(|t| status(t, "server-1", 9, &["following 1a2b3c4d"]))).silences;
+        let said = ["following 1a2b3c4d", "cannot reach 5e6f7a8b at /ip4/10.77.0.8/tcp/4001: timeout"];
+        let silences = look(&run(|t| status(t, "server-1", 9, &said))).silences;
         assert_eq!(silences.len(), 1, "{silences:?}");
         assert_eq!(silences[0].who, "no step");
+    }
+
+    #[test]
+    fn what_was_not_asked_is_not_held_against_the_mesh() {
+        let mut run = run(|t| status(t, "server-1", 9, &["training"]));
+        run.statuses.retain(|s| s.t < 150.0 || s.t > 175.0);
+        assert_eq!(look(&run).silences, []);
     }
 
     #[test]
