@@ -331,7 +331,7 @@ impl Ledger {
         self.evaluation.is_none() && self.job.steps >= self.job.spec.steps
     }
     /// Most episodes accepted and running at once: `(η + 1)·B`, and under dynamic sampling as many more as replace whole
-    /// groups without a gradient, up to [`REPLACED_STEPS_MAX`]`·B`.
+    /// groups without a gradient, up to `4·B`.
     #[must_use]
     pub fn quota(&self) -> u64 {
         let step = self.job.spec.episodes_per_step();
