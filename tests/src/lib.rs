@@ -30,7 +30,7 @@ pub use binaries::{agent_binary, python, repository, starling_binary};
 pub use job::Job;
 pub use mesh::TestMesh;
 pub use network::{Network, Space};
-pub use node::{CliOutput, Role, TestNode, starling};
+pub use node::{CliOutput, Role, TestNode, starling, starling_in};
 pub use seed::Seed;
 pub use wait::{patience, until};
 

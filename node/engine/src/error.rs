@@ -214,6 +214,9 @@ pub enum TrainError {
         /// What was given.
         got: String,
     },
+    /// The algorithm's parts do not go together. The caller's fault.
+    #[error(transparent)]
+    Algorithm(#[from] starling_protocol::job::JobError),
     /// The loss, a log-probability or a gradient is NaN or infinite.
     #[error("{what}: expected a finite value, got {got}")]
     NonFinite {

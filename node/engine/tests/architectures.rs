@@ -88,6 +88,7 @@ fn every_parameter_has_the_gradient_of_the_reference() {
                 behaviour_logprobs: vec![0.0; n],
                 advantage: 1.0,
                 tokens,
+                ..Sample::default()
             }
         };
         let samples: Vec<_> = golden["sequences"].as_array().unwrap().iter().map(sample).collect();

@@ -77,15 +77,10 @@ pub fn pretrain(args: &PretrainArgs, json: bool) -> anyhow::Result<()> {
     let tc = TrainerConfig {
         learning_rate: LEARNING_RATE,
         betas: (0.9, 0.98),
-        eps: 1e-8,
         weight_decay: 0.01,
-        max_grad_norm: 1.0,
-        clip_low: 0.2,
-        clip_high: 0.2,
-        minibatches: 1,
         micro_batch_tokens: 8192,
         threads: args.threads.clamp(1, 64),
-        nice: 0,
+        ..TrainerConfig::default()
     };
     let mut trainer = Trainer::new(cfg.clone(), &Weights::random(&cfg, &device, args.seed)?, tc, device.clone())?;
     let mut rng = ChaCha8Rng::seed_from_u64(args.seed);

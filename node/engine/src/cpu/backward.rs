@@ -1,4 +1,5 @@
-//! The backward pass: gradients of all fused parameters, from the derivatives of the rows' log-probabilities.
+//! The backward pass: gradients of all fused parameters, from the loss's derivatives by the rows'
+//! log-probabilities and entropies.
 
 use super::CpuModel;
 use super::forward::{Tape, logit_rows, sized};
@@ -34,8 +35,8 @@ fn add_weight_gradient(g: &[f32], n: usize, x: &[f32], k: usize, pack: &mut Pack
 }
 
 impl CpuModel {
-    /// Adds the gradients to `grads`, one per fused parameter; `g_logprob[row]` is the loss's derivative by that
-    /// row's log-probability.
+    /// Adds the gradients to `grads`, one per fused parameter; `g [rows, 2]` are the loss's derivatives by each row's
+    /// log-probability and entropy.
     ///
     /// `tape` comes from [`CpuModel::logprobs`] on the same batch.
     pub(crate) fn gradients(
@@ -43,13 +44,13 @@ impl CpuModel {
         packs: &BackwardPacks,
         batch: &PackedSequences,
         tape: &Tape,
-        g_logprob: &[f32],
+        g: &[f32],
         s: &mut BackwardScratch,
         grads: &mut [Vec<f32>],
     ) {
         let (h, layers) = (self.hidden, self.layers.len());
         let (tokens, rows) = (batch.tokens.len(), batch.rows.len());
-        self.head_gradients(packs, batch, tape, g_logprob, s, &mut grads[packs.head_index]);
+        self.head_gradients(packs, batch, tape, g, s, &mut grads[packs.head_index]);
         // The rows' gradients pass the last norm and go to their tokens.
         let d_rows = sized(&mut s.dh, rows * h);
         d_rows.fill(0.0);
@@ -80,7 +81,7 @@ impl CpuModel {
         packs: &BackwardPacks,
         batch: &PackedSequences,
         tape: &Tape,
-        g_logprob: &[f32],
+        g: &[f32],
         s: &mut BackwardScratch,
         d_head: &mut [f32],
     ) {
@@ -93,7 +94,8 @@ impl CpuModel {
             let part = &tape.normed[first * h..(first + here) * h];
             self.head.mul(Lhs::rows(part, h), logits, false);
             par::chunks_mut(logits, vocab, |i, row| {
-                logprob_entropy_grad(row, batch.targets[first + i] as usize, g_logprob[first + i], 0.0);
+                let g = &g[2 * (first + i)..2 * (first + i) + 2];
+                logprob_entropy_grad(row, batch.targets[first + i] as usize, g[0], g[1]);
             });
             packs.head.mul(Lhs::rows(logits, vocab), &mut d_picked[first * h..(first + here) * h], false);
             add_weight_gradient(logits, vocab, part, h, &mut s.pack, d_head);

@@ -1,8 +1,7 @@
 //! The HTTP service against a node that follows a script.
-#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by panicking; a measurement prints")]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod chat;
-mod cost;
 mod cycle;
 mod refusals;
 mod streaming;
