@@ -6,8 +6,8 @@
     /tmp/hfvenv/bin/python tests/goldens/make_chat.py /tmp/models > tests/goldens/chat.json
 
 The real models' templates and vocabularies are not in the result, only what comes out. SmolLM2's tokenizer is put
-together with Hugging Face's `tokenizers` from its GGUF. Read by `node/gateway/tests/real_tokenizers.rs` and
-`node/gateway/src/text/template_tests.rs`.
+together with Hugging Face's `tokenizers` from its GGUF. `node/engine/tests/smollm2.rs`
+reads the ids of one conversation.
 """
 
 import json

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
+use safetensors::SafeTensors;
 use serde_json::Value;
 
 use crate::config::LlamaConfig;
@@ -64,13 +65,13 @@ impl Checkpoint {
     fn load_folder(dir: &Path, device: &Device) -> Result<Self, CheckpointError> {
         let config = LlamaConfig::from_json(&read(&dir.join("config.json"))?)?;
         let index = dir.join("model.safetensors.index.json");
-        let weights = if index.exists() {
-            let shards = shard_names(&read(&index)?)?;
-            let bytes = shards.iter().map(|s| read(&dir.join(s))).collect::<Result<Vec<_>, _>>()?;
-            Weights::from_shards(&config, &bytes.iter().map(Vec::as_slice).collect::<Vec<_>>(), device)?
+        let names = if index.exists() {
+            shard_names(&read(&index)?)?
         } else {
-            Weights::from_safetensors(&config, &read(&dir.join("model.safetensors"))?, device)?
+            BTreeSet::from(["model.safetensors".to_owned()])
         };
+        let shards = names.iter().map(|name| read_safetensors(&dir.join(name))).collect::<Result<Vec<_>, _>>()?;
+        let weights = Weights::from_shards(&config, &shards.iter().map(Vec::as_slice).collect::<Vec<_>>(), device)?;
         weights.check_finite()?;
         let mut files = BTreeMap::new();
         for name in COMPANIONS {
@@ -138,6 +139,15 @@ fn read(path: &Path) -> Result<Vec<u8>, CheckpointError> {
     std::fs::read(path).map_err(|source| CheckpointError::Io { path: path.to_owned(), source })
 }
 
+/// A safetensors file whose header fits its length.
+fn read_safetensors(path: &Path) -> Result<Vec<u8>, CheckpointError> {
+    let bytes = read(path)?;
+    match SafeTensors::deserialize(&bytes) {
+        Ok(_) => Ok(bytes),
+        Err(source) => Err(CheckpointError::SafetensorsFile { path: path.to_owned(), source }),
+    }
+}
+
 fn write(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
     let io = |path: &PathBuf| {
         let path = path.clone();
@@ -153,7 +163,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{scratch_dir, tiny_config};
+    use crate::testing::{scratch_dir, tiny_config, tiny_configs, varied_weights};
 
     #[test]
     fn a_saved_folder_loads_back_with_its_companions() {
@@ -170,6 +180,53 @@ mod tests {
         saved.save(&dir, SaveDtype::Bf16).unwrap();
         assert!(Checkpoint::load(&dir, &Device::Cpu).is_ok());
         std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn shards_are_put_together_and_broken_ones_are_named() {
+        let dir = scratch_dir("shards");
+        for config in tiny_configs() {
+            let weights = varied_weights(&config, 3);
+            let saved = Checkpoint { config, weights, files: BTreeMap::new() };
+            saved.save(&dir, SaveDtype::F32).unwrap();
+            let whole = std::fs::read(dir.join("model.safetensors")).unwrap();
+            let all = SafeTensors::deserialize(&whole).unwrap();
+            let mut map = serde_json::Map::new();
+            for (n, part) in all.names().chunks(5).enumerate() {
+                let file = format!("part-{n}.safetensors");
+                let views = part.iter().map(|name| (*name, all.tensor(name).unwrap()));
+                std::fs::write(dir.join(&file), safetensors::serialize(views, None).unwrap()).unwrap();
+                map.extend(part.iter().map(|name| ((*name).to_owned(), file.clone().into())));
+            }
+            std::fs::remove_file(dir.join("model.safetensors")).unwrap();
+            let index = dir.join("model.safetensors.index.json");
+            std::fs::write(&index, serde_json::json!({ "metadata": {}, "weight_map": map }).to_string()).unwrap();
+            let loaded = Checkpoint::load(&dir, &Device::Cpu).unwrap();
+            assert_eq!(loaded.weights.to_safetensors().unwrap(), saved.weights.to_safetensors().unwrap());
+            std::fs::remove_file(&index).unwrap();
+        }
+        std::fs::write(dir.join("model.safetensors"), &std::fs::read(dir.join("part-1.safetensors")).unwrap()[..300])
+            .unwrap();
+        let e = Checkpoint::load(&dir, &Device::Cpu).unwrap_err().to_string();
+        assert!(e.contains("model.safetensors") && e.contains("not a valid safetensors file"), "{e}");
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn a_nan_is_refused_with_its_tensor() {
+        let dir = scratch_dir("nan");
+        let config = tiny_config();
+        let random = Weights::random(&config, &Device::Cpu, 3).unwrap();
+        let broken = random.iter().map(|(n, t)| {
+            let t = if n.contains("1.mlp.up_proj") { (t * f64::NAN).unwrap() } else { t.clone() };
+            (n.to_owned(), t)
+        });
+        let weights = Weights::from_ordered(broken.collect());
+        Checkpoint { config, weights, files: BTreeMap::new() }.save(&dir, SaveDtype::F32).unwrap();
+        let e = Checkpoint::load(&dir, &Device::Cpu).unwrap_err();
+        std::fs::remove_dir_all(&dir).unwrap();
+        let want = "model.layers.1.mlp.up_proj.weight";
+        assert!(matches!(e, CheckpointError::NonFinite { ref name } if name == want), "{e}");
     }
 
     #[test]

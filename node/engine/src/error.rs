@@ -83,6 +83,15 @@ pub enum CheckpointError {
     /// The bytes are not a safetensors file.
     #[error("not a valid safetensors file")]
     Safetensors(#[from] safetensors::SafeTensorError),
+    /// A file of a folder is not a safetensors file, or ends too early.
+    #[error("{path}: not a valid safetensors file")]
+    SafetensorsFile {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: safetensors::SafeTensorError,
+    },
     /// A file is not a GGUF, or ends too early.
     #[error("{path}: not a valid GGUF file: {reason}")]
     Gguf {

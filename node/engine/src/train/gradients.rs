@@ -252,7 +252,7 @@ mod tests {
     use crate::testing::{tiny_config, tiny_configs, varied_weights};
     use crate::train::batch::{Sample, micro_batches, terms};
     use crate::weights::Weights;
-    use starling_protocol::algorithm::{Objective, Preset};
+    use starling_protocol::algorithm::{AlgorithmSpec, Objective};
 
     fn samples() -> Vec<Sample> {
         (0u16..7)
@@ -279,9 +279,10 @@ mod tests {
             assert!(micro.len() > 2);
             let trained = micro.iter().map(|m| m.terms.len()).sum();
             let plan = GradientPlan { cfg: &cfg, rope: &rope_table(&cfg), lanes: 4 };
-            let objective = Objective::PolicyGradient { clip_low: 0.2, clip_high: 0.28 };
-            let own = plan.compute(&params, &micro, objective).unwrap();
-            let other = plan.compute_device(&params, &micro, loss, trained).unwrap();
+            let objective = Objective::Clip { low: 0.2, high: 0.28, ratio_max: None };
+            let loss = Loss { spec: AlgorithmSpec { objective, ..AlgorithmSpec::default() }, has_behaviour: true };
+            let own = plan.compute(&params, &micro, &loss).unwrap();
+            let other = plan.compute_device(&params, &micro, &loss, trained).unwrap();
             assert!((own.sums.loss - other.sums.loss).abs() < 1e-5 * own.sums.loss.abs());
             assert_eq!((own.sums.tokens, own.sums.clipped), (other.sums.tokens, other.sums.clipped));
             for (i, (a, b)) in own.grads.iter().zip(&other.grads).enumerate() {
