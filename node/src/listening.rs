@@ -68,8 +68,10 @@ mod tests {
     use starling_bootstrap::Identity;
     use starling_protocol::Hash;
 
+    /// With two addresses to listen on unless told otherwise.
     fn config() -> MeshConfig {
-        MeshConfig::new(Identity::from_seed([3; 32]), Hash::of(b"listening"))
+        let listen = ["/ip4/127.0.0.1/udp/0/quic-v1", "/ip4/127.0.0.1/tcp/0"].map(|a| a.parse().unwrap()).to_vec();
+        MeshConfig { listen, ..MeshConfig::new(Identity::from_seed([3; 32]), Hash::of(b"listening")) }
     }
 
     fn folder() -> (tempfile::TempDir, DataDir) {

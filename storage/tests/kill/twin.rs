@@ -25,6 +25,14 @@ pub(crate) fn content(store: &dyn Store) -> Result<Content, StoreError> {
     Ok(all)
 }
 
+/// [`content`] without chunks of a transfer that was interrupted: they are missing until the index names them.
+pub(crate) fn settled_content(store: &SharedStore) -> Content {
+    let mut all = content(store).unwrap();
+    let named = |key: &[u8]| store.get(Family::BlobIndex, key).unwrap().is_some();
+    all.retain(|(family, key), _| *family != Family::Blobs || named(key));
+    all
+}
+
 /// Went through the operations below `done`, and through nothing else.
 #[derive(Debug)]
 pub(crate) struct Twin {
@@ -53,10 +61,7 @@ impl Twin {
     /// Checks that `store` is what the acknowledged operations made of it, with or without the one in flight after
     /// them, and goes there itself.
     pub(crate) fn compare(&mut self, store: &SharedStore, when: &str) {
-        let (mut found, expected) = (content(store).unwrap(), self.content());
-        // Chunks of a transfer that the kill interrupted: they are missing until the index names them.
-        let named = |key: &[u8]| store.get(Family::BlobIndex, key).unwrap().is_some();
-        found.retain(|(family, key), _| *family != Family::Blobs || named(key));
+        let (found, expected) = (settled_content(store), self.content());
         if found != expected {
             let acknowledged = self.done;
             self.perform_up_to(acknowledged + 1);

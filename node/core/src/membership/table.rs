@@ -166,11 +166,12 @@ impl Table {
     pub(super) fn rows(&self) -> impl Iterator<Item = (usize, &Row)> {
         self.rows.iter().enumerate().filter(|(_, r)| r.present)
     }
-    /// One of the rows that `wanted` chooses, the first from the place that `draw` gives of so many.
+    /// One of the rows that `wanted` chooses, the one that `draw` says of so many: each is as likely as the others,
+    /// however they lie. Visits all rows.
     pub(super) fn some_row(&self, draw: impl FnOnce(usize) -> usize, wanted: impl Fn(&Row) -> bool) -> Option<NodeId> {
-        let start = draw(self.rows.len());
-        let wanted = |r: &Row| r.present && wanted(r);
-        let at = (start..self.rows.len()).chain(0..start).find(|at| wanted(&self.rows[*at]))?;
+        let chosen = || self.rows().filter(|(_, r)| wanted(r));
+        let many = chosen().count();
+        let (at, _) = if many == 0 { None } else { chosen().nth(draw(many)) }?;
         Some(self.node(at))
     }
     /// The rows of some nodes, of those that have one.
