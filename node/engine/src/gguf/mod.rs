@@ -52,7 +52,7 @@ pub(crate) fn load(path: &Path, device: &Device) -> Result<Checkpoint, Checkpoin
     let broken = |reason: String| CheckpointError::Gguf { path: path.to_owned(), reason };
     // candle divides by the file's `general.alignment` unchecked, so that a 0 there panics.
     let content = std::panic::catch_unwind(AssertUnwindSafe(|| Content::read(&mut reader)))
-        .map_err(|_| broken("its header makes no sense".into()))?
+        .map_err(|_panic| broken("its header makes no sense".into()))?
         .map_err(|e| broken(e.to_string()))?;
     let mut source = Source { path, reader, content };
     let config = source.config()?;

@@ -2,6 +2,7 @@
 
 pub mod byte_model;
 mod detokenize;
+mod python;
 mod stop;
 mod template;
 mod tools;
@@ -83,6 +84,22 @@ pub struct ChatFormat {
     prints_name: bool,
 }
 
+/// What `transformers` hands a template by these names, where the tokenizer has it.
+const SPECIAL_TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// Refuses a tokenizer with ids that the model has no embedding for.
+fn check_vocabulary(tokenizer: &Tokenizer, config: &Value) -> Result<(), FormatError> {
+    let Some(size) = config["vocab_size"].as_u64() else { return Ok(()) };
+    match tokenizer.get_vocab(true).into_iter().max_by_key(|(_, id)| *id) {
+        Some((text, id)) if u64::from(id) >= size => Err(FormatError::File {
+            file: "tokenizer.json",
+            reason: format!("expected ids below {size}, the vocab_size of config.json, got {id} for {text:?}"),
+        }),
+        _ => Ok(()),
+    }
+}
+
 fn parse_json(file: &'static str, bytes: &[u8]) -> Result<Value, FormatError> {
     serde_json::from_slice(bytes).map_err(|e| FormatError::File { file, reason: e.to_string() })
 }
@@ -96,11 +113,12 @@ impl ChatFormat {
         let tokenizer = Tokenizer::from_bytes(files.tokenizer)
             .map_err(|e| FormatError::File { file: "tokenizer.json", reason: e.to_string() })?;
         let tokenizer_json = parse_json("tokenizer.json", files.tokenizer)?;
+        let config = parse_json("config.json", files.config)?;
+        check_vocabulary(&tokenizer, &config)?;
         let tokenizer_config = match files.tokenizer_config {
             Some(bytes) => parse_json("tokenizer_config.json", bytes)?,
             None => Value::Null,
         };
-        let config = parse_json("config.json", files.config)?;
         let generation_config = match files.generation_config {
             Some(bytes) => parse_json("generation_config.json", bytes)?,
             None => Value::Null,
@@ -112,7 +130,9 @@ impl ChatFormat {
         let (source, with_tools) = template_source(files, &tokenizer_config)?;
         let prints_tool_call_id = source.contains("tool_call_id");
         let prints_name = source.contains("message.name") || source.contains("message['name']");
-        let template = ChatTemplate::compile(source, with_tools, token_text("bos_token"), token_text("eos_token"))?;
+        let special_tokens: Vec<_> =
+            SPECIAL_TOKENS.into_iter().filter_map(|name| Some((name, token_text(name)?.to_owned()))).collect();
+        let template = ChatTemplate::compile(&source, with_tools.as_deref(), &special_tokens)?;
         let tool_format = match tokenizer_config["tool_format"].as_str() {
             None | Some("hermes") => ToolFormat::Hermes,
             Some("starling-byte") => ToolFormat::StarlingByte,
@@ -325,5 +345,7 @@ fn is_byte_level(decoder: &Value) -> bool {
     decoder["type"] == "ByteLevel" || decoder["decoders"].as_array().is_some_and(|list| list.iter().any(is_byte_level))
 }
 
+#[cfg(test)]
+mod template_tests;
 #[cfg(test)]
 mod tests;
