@@ -2,8 +2,11 @@
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test fails by panicking; a measurement prints")]
 
 mod chat;
+mod completions;
 mod cost;
 mod cycle;
+mod messages;
 mod refusals;
+mod responses;
 mod streaming;
 mod support;
