@@ -48,9 +48,8 @@ const X_API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 fn bearer(headers: &HeaderMap) -> Result<Option<&str>, ApiError> {
     let Some(value) = headers.get(header::AUTHORIZATION) else {
         let Some(key) = headers.get(X_API_KEY) else { return Ok(None) };
-        let key =
-            key.to_str().map(str::trim).map_err(|_| unauthorized("invalid_api_key", "`x-api-key`: expected a key"));
-        return key.map(Some);
+        let not_text = |_| unauthorized("invalid_api_key", "`x-api-key`: expected a key");
+        return key.to_str().map(|key| Some(key.trim())).map_err(not_text);
     };
     let key = value.to_str().ok().and_then(|v| {
         let (scheme, key) = v.split_once(' ')?;
