@@ -13,6 +13,7 @@ use axum::routing::{get, post};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use starling_bootstrap::ticket::Ticket;
+use starling_core::consensus::ReopenError;
 use starling_protocol::control::{ControlEntry, JobEnd};
 use starling_protocol::job::JobSpec;
 use starling_protocol::manifest::Manifest;
@@ -65,6 +66,7 @@ pub fn router(node: Node, token: String) -> axum::Router {
         .route("/models/{*model}", get(model_status))
         .route("/steps/{*model}", get(model_steps))
         .route("/checkpoints/{*model}", post(export))
+        .route("/reopen/{*model}", post(reopen))
         .route("/store", get(admin_store::store))
         .route("/drain", get(admin_store::drain_report).post(admin_store::drain))
         .route("/rollouts", get(list_rollouts))
@@ -179,6 +181,17 @@ async fn ticket(State(node): State<Node>) -> Answer {
         expires_ms: None,
     };
     Ok(Json(json!({ "ticket": t.encode().map_err(AdminError::failed)? })))
+}
+
+/// Opens a new generation of a model whose group has lost its quorum for good.
+async fn reopen(State(node): State<Node>, Path(model): Path<String>) -> Answer {
+    let model = model_name(&model)?;
+    let line = node.core.groups().reopen_line(&model).await.map_err(|e| match e {
+        ReopenError::NoGroup(_) => AdminError::missing(e),
+        ReopenError::Refused { .. } => AdminError::conflict(e),
+        ReopenError::Group(_) => AdminError::failed(e),
+    })?;
+    Ok(Json(json!({ "model": model, "line": line })))
 }
 
 async fn jobs(State(node): State<Node>) -> Json<Value> {

@@ -41,6 +41,9 @@ pub enum Command {
     /// Submit, list and stop training jobs.
     #[command(subcommand)]
     Job(JobCommand),
+    /// Help a model's group that has lost its quorum for good.
+    #[command(subcommand)]
+    Group(GroupCommand),
     /// List and show rollouts in this node's store.
     #[command(subcommand)]
     Rollout(RolloutCommand),
@@ -54,7 +57,7 @@ pub enum Command {
     #[command(after_help = "Example:\n  starling pretrain --out node/embedded --seed 1")]
     Pretrain(PretrainArgs),
     /// Measure, and print a table or JSON.
-    #[command(after_help = "Example:\n  starling bench episodes --json")]
+    #[command(after_help = "Examples:\n  starling bench episodes --json\n  starling bench failover --runs 20")]
     Bench(BenchArgs),
     /// Simulate a mesh under faults in virtual time, and check every promise after every event.
     #[command(
@@ -72,7 +75,7 @@ pub struct RunArgs {
     /// What the node does; several with commas: server, client, witness.
     #[arg(long, value_delimiter = ',', default_value = "server")]
     pub role: Vec<String>,
-    /// Where peers reach it, as a multiaddr; may be given several times. Default: QUIC and TCP on loopback, any port.
+    /// Where peers reach it, as a multiaddr; may be given several times. Default: TCP on loopback, any port.
     #[arg(long, value_name = "MULTIADDR")]
     pub listen: Vec<String>,
     /// Where agents and this command line reach it. Beyond loopback it is refused unless --http-token is given.
@@ -106,6 +109,19 @@ pub struct RunArgs {
     /// How long rollouts are kept after a step consumed them, e.g. 36h.
     #[arg(long, default_value = "1d", value_name = "TIME")]
     pub rollouts_kept: String,
+    /// How often an optimizer leader shows that it is there. A message between two servers must be answered in three
+    /// quarters of it. Must be equal on all nodes.
+    #[arg(long, default_value = "250ms", value_name = "TIME")]
+    pub heartbeat: String,
+    /// How long a leader may be silent before another may be elected; at least four heartbeats. Must be equal on all
+    /// nodes.
+    #[arg(long, default_value = "2s", value_name = "TIME")]
+    pub election_timeout: String,
+    /// How long the majority of a model's voters must be gone before this node agrees to go on without it in a new
+    /// generation, e.g. 30m; or never. Longer than any partition that is to heal by itself: a part that opened a
+    /// generation wins over a part that trained on.
+    #[arg(long, default_value = "15m", value_name = "TIME|never")]
+    pub generation_after: String,
     /// Look for peers on the local network by mDNS.
     #[arg(long)]
     pub mdns: bool,
@@ -141,7 +157,8 @@ pub enum NodeCommand {
     List,
     /// Hand what the running node holds to others; returns when it may be stopped.
     ///
-    /// It takes no new claims, generations, rollouts or weights from then on. Refused when no other node can take over.
+    /// It takes no new claims, generations, rollouts or weights from then on, commits the step that it trains, and gives
+    /// its leadership and its votes to others. Refused when no other node can take over.
     #[command(after_help = "Example:\n  starling node drain --data ~/.starling")]
     Drain,
 }
@@ -187,6 +204,21 @@ pub enum JobCommand {
     Stop {
         /// Its id.
         job: String,
+    },
+}
+
+/// `group`.
+#[derive(Debug, Subcommand)]
+pub enum GroupCommand {
+    /// Go on without the lost majority now: open a new generation of the model from its last committed step.
+    ///
+    /// The running node opens it and takes the other survivors in. Refused while a majority of the voters is alive, and
+    /// when another survivor has newer steps: it is named, and is to do it. What the lost nodes committed and no
+    /// survivor has is given up; if they come back, they join the new generation.
+    #[command(after_help = "Example:\n  starling group reopen starling-byte --data ~/.starling")]
+    Reopen {
+        /// The model's name.
+        model: String,
     },
 }
 
@@ -259,6 +291,9 @@ pub struct BenchArgs {
     /// Runs of each measurement; the median counts.
     #[arg(long, default_value_t = 5)]
     pub runs: usize,
+    /// The program that `weights` measures beside us. Default: where `make bench` builds it, if it did.
+    #[arg(long, env = "STARLING_PEER_IROH_BLOBS", value_name = "FILE")]
+    pub iroh_blobs: Option<PathBuf>,
 }
 
 /// Benchmarks.
@@ -268,14 +303,18 @@ pub enum BenchName {
     Episodes,
     /// What the gateway adds to a chat call.
     Gateway,
+    /// What a call between two nodes costs, over TCP and over QUIC.
+    Calls,
     /// Rollouts replicated durably to two holders.
-    Replication,
+    Replicate,
     /// Generated tokens per second.
     Generation,
     /// Trained tokens per second.
     Training,
     /// Weights from one, two and four holders.
-    Transfer,
+    Weights,
+    /// From the kill of a leader to the next one and its first step, beside etcd.
+    Failover,
     /// All of them.
     All,
 }

@@ -4,9 +4,15 @@
 //! task files it names.
 
 use anyhow::{Context, bail};
-use serde::{Deserialize, Serialize};
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{IntoDeserializer, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 use starling_protocol::ModelName;
-use starling_protocol::job::{CollectionRule, EvaluateSpec, JobSpec, Sampling, TaskSetSpec, TrainerSpec};
+use starling_protocol::advantage::AdvantageRule;
+use starling_protocol::algorithm::{
+    Aggregation, AlgorithmSpec, Bounds, Correction, Objective, OldPolicy, Preset, ReferenceKl,
+};
+use starling_protocol::job::{CollectionRule, EvaluateSpec, JobSpec, Sampling, Schedule, TaskSetSpec, TrainerSpec};
 use starling_protocol::manifest::Manifest;
 use starling_protocol::task::read_task_set;
 use std::path::{Path, PathBuf};
@@ -30,9 +36,9 @@ pub struct JobFile {
     /// Episodes in a group.
     #[serde(default = "default_group_size")]
     pub group_size: u32,
-    /// `groups` or `informative_groups`.
+    /// `groups` or `informative_groups`; left out, as the algorithm has it.
     #[serde(default)]
-    pub collection: CollectionRule,
+    pub collection: Option<CollectionRule>,
     /// Versions that a rollout may lag.
     #[serde(default = "default_staleness")]
     pub staleness_max: u32,
@@ -48,9 +54,12 @@ pub struct JobFile {
     /// Defaults of requests.
     #[serde(default)]
     pub sampling: SamplingTable,
-    /// Optimizer and loss.
+    /// Optimizer.
     #[serde(default)]
     pub trainer: TrainerTable,
+    /// Advantages and loss.
+    #[serde(default)]
+    pub algorithm: AlgorithmChoice,
     /// At least one.
     pub tasks: Vec<TaskTable>,
     /// Held-out evaluation.
@@ -94,10 +103,9 @@ pub struct TrainerTable {
     weight_decay: f64,
     betas: [f64; 2],
     max_grad_norm: f64,
-    clip_low: f32,
-    clip_high: f32,
     minibatches: u32,
-    advantage: starling_protocol::advantage::AdvantageRule,
+    schedule: Schedule,
+    mismatch_kl_alarm: f64,
 }
 
 impl Default for TrainerTable {
@@ -108,10 +116,70 @@ impl Default for TrainerTable {
             weight_decay: t.weight_decay,
             betas: [t.betas.0, t.betas.1],
             max_grad_norm: t.max_grad_norm,
-            clip_low: t.clip_low,
-            clip_high: t.clip_high,
             minibatches: t.minibatches,
-            advantage: t.advantage,
+            schedule: t.schedule,
+            mismatch_kl_alarm: t.mismatch_kl_alarm,
+        }
+    }
+}
+
+/// `algorithm = "dapo"`, or `[algorithm]` with what differs from a preset.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct AlgorithmChoice(AlgorithmTable);
+
+/// `[algorithm]`. What is left out is as in the preset.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct AlgorithmTable {
+    preset: Preset,
+    advantage: Option<AdvantageRule>,
+    objective: Option<Objective>,
+    old_policy: Option<OldPolicy>,
+    correction: Option<Correction>,
+    outlier_guard: Option<Bounds>,
+    aggregation: Option<Aggregation>,
+    kl: Option<ReferenceKl>,
+    mismatch_penalty: Option<f32>,
+    entropy_bonus: Option<f32>,
+}
+
+impl<'de> Deserialize<'de> for AlgorithmChoice {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        // By hand, as an untagged enum would forget where in the file the mistake is.
+        struct NameOrTable;
+        impl<'de> Visitor<'de> for NameOrTable {
+            type Value = AlgorithmChoice;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an algorithm's name, or a table of its parts")
+            }
+            fn visit_str<E: serde::de::Error>(self, name: &str) -> Result<Self::Value, E> {
+                let preset = Preset::deserialize(name.into_deserializer())?;
+                Ok(AlgorithmChoice(AlgorithmTable { preset, ..AlgorithmTable::default() }))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+                AlgorithmTable::deserialize(MapAccessDeserializer::new(map)).map(AlgorithmChoice)
+            }
+        }
+        d.deserialize_any(NameOrTable)
+    }
+}
+
+impl AlgorithmChoice {
+    /// The preset with what the file says otherwise.
+    fn spec(&self, max_tokens: u32) -> AlgorithmSpec {
+        let t = &self.0;
+        let base = t.preset.spec(max_tokens);
+        AlgorithmSpec {
+            preset: t.preset,
+            advantage: t.advantage.unwrap_or(base.advantage),
+            objective: t.objective.unwrap_or(base.objective),
+            old_policy: t.old_policy.unwrap_or(base.old_policy),
+            correction: t.correction.unwrap_or(base.correction),
+            outlier_guard: t.outlier_guard.or(base.outlier_guard),
+            aggregation: t.aggregation.unwrap_or(base.aggregation),
+            kl: t.kl.unwrap_or(base.kl),
+            mismatch_penalty: t.mismatch_penalty.unwrap_or(base.mismatch_penalty),
+            entropy_bonus: t.entropy_bonus.unwrap_or(base.entropy_bonus),
         }
     }
 }
@@ -218,7 +286,7 @@ impl JobFile {
             steps: self.steps,
             groups_per_step: self.groups_per_step,
             group_size: self.group_size,
-            collection: self.collection,
+            collection: self.collection.unwrap_or(self.algorithm.0.preset.collection()),
             staleness_max: self.staleness_max,
             replication: self.replication,
             lease_ttl_ms: self.lease_ttl_s.saturating_mul(1000),
@@ -234,10 +302,10 @@ impl JobFile {
                 weight_decay: t.weight_decay,
                 betas: (t.betas[0], t.betas[1]),
                 max_grad_norm: t.max_grad_norm,
-                clip_low: t.clip_low,
-                clip_high: t.clip_high,
                 minibatches: t.minibatches,
-                advantage: t.advantage,
+                schedule: t.schedule,
+                mismatch_kl_alarm: t.mismatch_kl_alarm,
+                algorithm: self.algorithm.spec(self.sampling.max_tokens),
             },
             tasks,
             evaluate: EvaluateSpec {
@@ -279,5 +347,54 @@ mod tests {
         let text = text.replace("t.jsonl", "none.jsonl");
         let err = JobFile::parse(&text).unwrap().into_submission(dir.path()).unwrap_err();
         assert!(err.to_string().contains("none.jsonl"), "{err}");
+    }
+
+    fn job(algorithm: &str) -> anyhow::Result<JobSpec> {
+        let dir = tempfile::tempdir()?;
+        std::fs::write(dir.path().join("t.jsonl"), "{\"id\":\"a\"}\n")?;
+        let head = "name='a'\nsteps=1\nmodel={name='m'}\nsampling={max_tokens=24}\n";
+        let text = format!("{head}{algorithm}\n[[tasks]]\nname='t'\ntrain='t.jsonl'\n");
+        Ok(JobFile::parse(&text)?.into_submission(dir.path())?.spec)
+    }
+
+    #[test]
+    fn an_algorithm_is_a_name_or_a_table_over_a_preset() {
+        assert_eq!(job("").unwrap().trainer.algorithm, Preset::Grpo.spec(24));
+        let dapo = job("algorithm = 'dapo'").unwrap();
+        assert_eq!(dapo.trainer.algorithm, Preset::Dapo.spec(24));
+        assert_eq!(dapo.collection, CollectionRule::InformativeGroups);
+        assert_eq!(job("collection='groups'\nalgorithm='dapo'").unwrap().collection, CollectionRule::Groups);
+        let dr = job("algorithm = 'dr_grpo'").unwrap().trainer.algorithm;
+        assert_eq!(dr.aggregation, Aggregation::SequenceSum { divisor: 24.0 });
+        let table = "[algorithm]\npreset = 'reinforce++'\nobjective = { clip = { high = 0.3 } }\n\
+                     old_policy = 'recomputed'\ncorrection = { tis = {} }\naggregation = 'sequence_mean'\n\
+                     outlier_guard = { low = 1e-4, high = 100 }\nkl = { estimator = 'k3', coefficient = 0.01 }\n\
+                     entropy_bonus = 0.001";
+        let got = job(table).unwrap().trainer.algorithm;
+        assert_eq!(got.advantage, AdvantageRule::Batch);
+        assert_eq!(got.objective, Objective::Clip { low: 0.2, high: 0.3, ratio_max: None });
+        assert!(matches!(got.correction, Correction::Tis { cap: 2.0, .. }));
+        assert_eq!(got.outlier_guard, Some(Bounds { low: 1e-4, high: 100.0 }));
+        assert!(got.needs_reference());
+        got.validate().unwrap();
+    }
+
+    #[test]
+    fn a_wrong_algorithm_names_line_key_and_what_is_expected() {
+        for (text, wanted) in [
+            ("algorithm = 'grppo'", &["line 5", "grppo", "dr_grpo"][..]),
+            ("algorithm = 3", &["line 5", "an algorithm's name, or a table"]),
+            ("[algorithm]\nclip = 0.2", &["line 6", "clip", "objective"]),
+            ("[algorithm]\nobjective = { clip = { hihg = 0.3 } }", &["line 6", "hihg", "ratio_max"]),
+            ("[algorithm]\ncorrection = { tis = { cap = 'two' } }", &["line 6", "two", "f32"]),
+            ("[algorithm]\naggregation = { sequence_sum = {} }", &["line 6", "divisor"]),
+            ("[trainer]\nclip_low = 0.2", &["line 6", "clip_low", "minibatches"]),
+            ("[trainer]\nschedule = { shape = 'cosin' }", &["line 6", "cosin", "cosine"]),
+        ] {
+            let err = job(text).unwrap_err().to_string();
+            assert!(wanted.iter().all(|w| err.contains(w)), "{text}\n{err}");
+        }
+        let err = job("[algorithm]\ncorrection = { tis = {} }").unwrap_err().to_string();
+        assert!(err.contains("algorithm.correction") && err.contains("old_policy"), "{err}");
     }
 }

@@ -4,10 +4,10 @@ use anyhow::Context;
 use clap::Parser;
 use starling_bootstrap::ticket::Ticket;
 use starling_node::cli::{
-    CheckpointCommand, Cli, Command, JobCommand, NodeCommand, RolloutCommand, RunArgs, StoreCommand,
+    CheckpointCommand, Cli, Command, GroupCommand, JobCommand, NodeCommand, RolloutCommand, RunArgs, StoreCommand,
 };
 use starling_node::commands::client::AdminClient;
-use starling_node::commands::{checkpoint, job, node, rollout, sim, status, store};
+use starling_node::commands::{checkpoint, group, job, node, rollout, sim, status, store};
 use starling_node::data_dir::DataDir;
 use starling_node::settings::RunSettings;
 use starling_node::units::parse_time;
@@ -68,6 +68,7 @@ async fn execute(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Job(JobCommand::Submit { file }) => job::submit(&client()?, &file, json).await?,
         Command::Job(JobCommand::List) => job::list(&client()?, json).await?,
         Command::Job(JobCommand::Stop { job: id }) => job::stop(&client()?, &id, json).await?,
+        Command::Group(GroupCommand::Reopen { model }) => group::reopen(&client()?, &model, json).await?,
         Command::Rollout(RolloutCommand::List { job, limit }) => rollout::list(&client()?, &job, limit, json).await?,
         Command::Rollout(RolloutCommand::Show { id }) => rollout::show(&client()?, &id, json).await?,
         Command::Checkpoint(CheckpointCommand::Export { model, out }) => {

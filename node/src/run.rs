@@ -23,7 +23,7 @@ use starling_engine::{Device, InferenceOptions};
 use starling_gateway::{Gateway, GatewayConfig};
 use starling_mesh::{Mesh, MeshConfig};
 use starling_protocol::record::{Intake, NodeRecord, Role};
-use starling_protocol::{Hash, NodeId, Timestamp};
+use starling_protocol::{Hash, NodeId, StoreId, Timestamp};
 use starling_storage::{RocksOptions, RocksStore, SharedStore};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -215,6 +215,7 @@ fn core_config(settings: &RunSettings, mesh: &Mesh) -> CoreConfig {
         roles: settings.roles.clone(),
         record: NodeRecord {
             node: mesh.local(),
+            store: StoreId::default(),
             sequence: 0,
             roles: settings.roles.clone(),
             version: env!("CARGO_PKG_VERSION").into(),
@@ -229,7 +230,11 @@ fn core_config(settings: &RunSettings, mesh: &Mesh) -> CoreConfig {
         },
         membership: MembershipConfig::default(),
         maintenance: MaintenanceConfig { rollouts_kept: settings.rollouts_kept, ..MaintenanceConfig::default() },
-        groups: GroupConfig { witness: !settings.roles.contains(&Role::Server), ..GroupConfig::default() },
+        groups: GroupConfig {
+            witness: !settings.roles.contains(&Role::Server),
+            generation_after: settings.generation_after,
+            ..GroupConfig::with_times(settings.heartbeat, settings.election_timeout)
+        },
         compute: Arc::new(LocalCompute {
             device: Device::Cpu,
             inference: InferenceOptions {
@@ -239,6 +244,7 @@ fn core_config(settings: &RunSettings, mesh: &Mesh) -> CoreConfig {
                 nice: COMPUTE_NICE,
             },
             trainer: TrainerOptions { threads: settings.threads, nice: COMPUTE_NICE, micro_batch_tokens: 8192 },
+            memory_free_bytes: Some(system.available_memory()),
         }),
         seed: rand::random(),
         clock: Arc::new(wall_clock),

@@ -2,7 +2,7 @@
 
 use crate::cli::{AgentModeArg, RunArgs};
 use crate::units::{parse_bytes, parse_time};
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use libp2p::Multiaddr;
 use starling_agents::{AgentMode, RunnerConfig};
 use starling_protocol::ModelName;
@@ -13,6 +13,12 @@ use std::time::Duration;
 
 /// A store with 64 MiB of log and blob files of 64 MiB needs some room to collect garbage in.
 const STORE_QUOTA_BYTES_MIN: u64 = 256 << 20;
+/// Below this a heartbeat is later than a busy machine lets its threads run.
+const HEARTBEAT_MIN: Duration = Duration::from_millis(20);
+/// An election timeout of fewer heartbeats is over when one of them is late.
+const HEARTBEATS_PER_ELECTION_MIN: u32 = 4;
+/// Longer, and nobody would call it healing.
+const ELECTION_TIMEOUT_MAX: Duration = Duration::from_secs(600);
 
 /// A node's settings, checked.
 #[derive(Debug, Clone)]
@@ -41,6 +47,12 @@ pub struct RunSettings {
     pub store_quota_bytes: Option<u64>,
     /// How long consumed rollouts are kept.
     pub rollouts_kept: Duration,
+    /// How often a leader is heard.
+    pub heartbeat: Duration,
+    /// How long it may be silent.
+    pub election_timeout: Duration,
+    /// How long a quorum must be lost before a new generation; `None`: never.
+    pub generation_after: Option<Duration>,
 }
 
 impl RunSettings {
@@ -74,6 +86,7 @@ impl RunSettings {
                 "--store-quota: expected at least 256MiB, which the store's own log and files need, got {bytes} bytes"
             );
         }
+        let (heartbeat, election_timeout) = group_times(args)?;
         let is_client = roles.contains(&Role::Client);
         if args.agent.is_some() && !is_client {
             bail!("--agent: only with the client role, add --role client");
@@ -93,8 +106,40 @@ impl RunSettings {
             mdns: args.mdns,
             store_quota_bytes,
             rollouts_kept: parse_time(&args.rollouts_kept).context("--rollouts-kept")?,
+            heartbeat,
+            election_timeout,
+            generation_after: generation_after(&args.generation_after).context("--generation-after")?,
         })
     }
+}
+
+/// The times of the models' groups.
+fn group_times(args: &RunArgs) -> anyhow::Result<(Duration, Duration)> {
+    let heartbeat = parse_time(&args.heartbeat).context("--heartbeat")?;
+    if heartbeat < HEARTBEAT_MIN {
+        bail!("--heartbeat: expected at least {HEARTBEAT_MIN:?}, got {heartbeat:?}");
+    }
+    let election_timeout = parse_time(&args.election_timeout).context("--election-timeout")?;
+    let least = heartbeat * HEARTBEATS_PER_ELECTION_MIN;
+    if election_timeout < least || election_timeout > ELECTION_TIMEOUT_MAX {
+        bail!(
+            "--election-timeout: expected {least:?} (four times --heartbeat {heartbeat:?}) to {ELECTION_TIMEOUT_MAX:?}, \
+             got {election_timeout:?}"
+        );
+    }
+    Ok((heartbeat, election_timeout))
+}
+
+/// A minute at least: a shorter break is an election, a restart or a bad link, and heals by itself.
+fn generation_after(text: &str) -> anyhow::Result<Option<Duration>> {
+    if text == "never" {
+        return Ok(None);
+    }
+    let after = parse_time(text).map_err(|e| anyhow!("{e}, or never"))?;
+    if after < Duration::from_secs(60) {
+        bail!("expected at least 1m, or never, got {text}");
+    }
+    Ok(Some(after))
 }
 
 fn runner(args: &RunArgs, command: &str, data: &Path) -> anyhow::Result<RunnerConfig> {
@@ -111,4 +156,44 @@ fn runner(args: &RunArgs, command: &str, data: &Path) -> anyhow::Result<RunnerCo
         .with_context(|| format!("cannot make {}", config.scratch_dir.display()))?;
     config.validate().context("--agent")?;
     Ok(config)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::{Cli, Command, NodeCommand};
+    use clap::Parser;
+
+    fn settings(more: &[&str]) -> anyhow::Result<RunSettings> {
+        let cli = Cli::try_parse_from(["starling", "node", "run"].iter().chain(more))?;
+        let Command::Node(NodeCommand::Run(args)) = cli.command else { unreachable!("it was typed") };
+        RunSettings::new(&args, Path::new("."))
+    }
+
+    #[test]
+    fn an_election_timeout_leaves_room_for_heartbeats() {
+        let fast = settings(&["--heartbeat", "100ms", "--election-timeout", "1s"]).unwrap();
+        assert_eq!((fast.heartbeat, fast.election_timeout), (Duration::from_millis(100), Duration::from_secs(1)));
+        let usual = settings(&[]).unwrap();
+        let group = starling_core::consensus::GroupConfig::default();
+        assert_eq!((usual.heartbeat, usual.election_timeout), (group.heartbeat, group.election_timeout_max));
+        for (bad, said) in [
+            (["--heartbeat", "1s"], "--election-timeout: expected 4s (four times --heartbeat 1s) to 600s, got 2s"),
+            (["--heartbeat", "0ms"], "--heartbeat: expected at least 20ms, got 0ns"),
+            (["--heartbeat", "often"], "--heartbeat"),
+            (["--election-timeout", "1h"], "--election-timeout: expected 1s"),
+        ] {
+            let error = settings(&bad).unwrap_err().to_string();
+            assert!(error.starts_with(said), "{bad:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_generation_comes_after_a_minute_or_more_or_never() {
+        assert_eq!(generation_after("15m").unwrap(), Some(Duration::from_secs(900)));
+        assert_eq!(generation_after("never").unwrap(), None);
+        assert!(generation_after("59s").unwrap_err().to_string().contains("at least 1m"));
+        let error = generation_after("soon").unwrap_err().to_string();
+        assert!(error.contains("got \"soon\"") && error.ends_with("or never"), "{error}");
+    }
 }

@@ -23,16 +23,17 @@ pub fn parse_bytes(text: &str) -> anyhow::Result<u64> {
     }
 }
 
-/// A time such as `90s`, `15m`, `36h` or `7d`.
+/// A time such as `250ms`, `90s`, `15m`, `36h` or `7d`.
 ///
 /// # Errors
 /// Says what was expected and what came.
 pub fn parse_time(text: &str) -> anyhow::Result<Duration> {
-    let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 86_400)];
-    let found = units.iter().find_map(|(unit, seconds)| Some((text.strip_suffix(unit)?, *seconds)));
-    match found.map(|(n, seconds)| (n.trim().parse::<u32>(), seconds)) {
-        Some((Ok(n), seconds)) => Ok(Duration::from_secs(u64::from(n) * seconds)),
-        _ => bail!("expected a time such as 90s, 15m, 36h or 7d, got {text:?}"),
+    // The first that fits counts: `ms` ends as `s` does.
+    let units = [("ms", 1), ("s", 1000), ("m", 60_000), ("h", 3_600_000), ("d", 86_400_000)];
+    let found = units.iter().find_map(|(unit, ms)| Some((text.strip_suffix(unit)?, *ms)));
+    match found.map(|(n, ms)| (n.trim().parse::<u32>(), ms)) {
+        Some((Ok(n), ms)) => Ok(Duration::from_millis(u64::from(n) * ms)),
+        _ => bail!("expected a time such as 250ms, 90s, 15m, 36h or 7d, got {text:?}"),
     }
 }
 
@@ -69,6 +70,8 @@ mod tests {
     #[test]
     fn times_are_read() {
         assert_eq!(parse_time("36h").unwrap(), Duration::from_secs(129_600));
+        assert_eq!(parse_time("250ms").unwrap(), Duration::from_millis(250));
+        assert_eq!(parse_time("2s").unwrap(), Duration::from_secs(2));
         for bad in ["", "h", "1.5h", "-1s", "7", "99999999999d"] {
             assert!(parse_time(bad).unwrap_err().to_string().starts_with("expected a time"), "{bad}");
         }

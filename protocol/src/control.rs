@@ -3,9 +3,11 @@
 //! [`ModelState::apply`] is the only place where a step becomes committed: version chain, term fence and
 //! consume-once are checked here, on every replica, in log order.
 
+use crate::alarm::MismatchAlarm;
 use crate::assignment::EvalPhase;
 use crate::ids::{JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term};
 use crate::job::JobSpec;
+use crate::lineage::{Line, Lineage};
 use crate::manifest::{DeltaManifest, Manifest};
 use crate::planted::{self, Bug};
 use crate::time::Timestamp;
@@ -31,14 +33,35 @@ pub struct StepMetrics {
     pub loss: f64,
     /// Gradient norm before clipping.
     pub grad_norm: f64,
-    /// Share of trained tokens whose ratio was clipped.
+    /// Learning rate of the step.
+    pub learning_rate: f64,
+    /// Share of trained tokens whose gradient a clip cut off or down.
     pub clip_fraction: f64,
+    /// Share of trained tokens that a correction or the outlier guard dropped.
+    pub masked_fraction: f64,
+    /// Mean weight of the correction over trained tokens; 1 without one.
+    pub correction_weight: f64,
+    /// Trained tokens with a log-ratio beyond ±20, which was cut there.
+    pub ratios_out_of_range: u64,
     /// k3 estimate of the KL divergence between the behaviour policy and the trained one, nats a token.
     pub mismatch_kl: f64,
+    /// What is wrong with it, if something is.
+    pub mismatch_alarm: Option<MismatchAlarm>,
+    /// The job's own estimate of the KL divergence from the reference policy, nats a token; 0 without one.
+    pub reference_kl: f64,
     /// Entropy of the policy, nats a token.
     pub entropy: f64,
     /// Largest staleness among the consumed episodes, in versions.
     pub staleness_max: u64,
+    /// Mean staleness of the consumed episodes' trained tokens, in versions.
+    pub staleness_mean: f64,
+    /// Tokens of the trained timelines, prompts included.
+    pub tokens: u64,
+    /// Tokens more that would have trained if every call were a sequence of its own, instead of timelines.
+    pub tokens_saved: u64,
+    /// Arithmetic of the optimizer per second of its time, 6 · parameters · tokens, as a share of what the same threads
+    /// reach in a large product; 0 where it was not measured.
+    pub mfu: f64,
     /// Waiting for the batch, milliseconds.
     pub collect_ms: u64,
     /// Optimizing, milliseconds.
@@ -54,7 +77,9 @@ pub struct StepCommitted {
     pub job: JobId,
     /// Term of the leader that made it; must be the term of the log entry.
     pub term: Term,
-    /// The new version; must follow the current one.
+    /// The version that was trained; must be the current one.
+    pub parent: PolicyVersion,
+    /// The new version; must follow the current one in the group's line.
     pub version: PolicyVersion,
     /// The new weights, safetensors.
     pub weights: Manifest,
@@ -146,6 +171,28 @@ pub enum ControlEntry {
     },
 }
 
+impl ControlEntry {
+    /// The entry as a new line takes it over that was opened at `fork`, from the log of the line before: steps beyond the
+    /// fork are numbered as the new line's, since another part may have logged others under the old numbers.
+    #[must_use]
+    pub fn taken_over(self, fork: PolicyVersion, before: &Line, line: &Line) -> Self {
+        let renumber = |v: PolicyVersion| {
+            let beyond = v > fork && v.mark() == u64::from(before.mark());
+            if beyond { line.version(v.steps()) } else { v }
+        };
+        match self {
+            Self::StepCommitted(mut step) => {
+                (step.parent, step.version) = (renumber(step.parent), renumber(step.version));
+                Self::StepCommitted(step)
+            }
+            Self::EvaluationCompleted(e) => {
+                Self::EvaluationCompleted(EvaluationCompleted { version: renumber(e.version), ..e })
+            }
+            other => other,
+        }
+    }
+}
+
 /// Answer of the state machine to an entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Applied {
@@ -172,6 +219,14 @@ pub enum Refusal {
     #[error("step to version {got}, expected {expected}")]
     NotNext {
         /// The version that must come next.
+        expected: PolicyVersion,
+        /// What came.
+        got: PolicyVersion,
+    },
+    /// The step was trained from another version than the current one.
+    #[error("step from version {got}, expected {expected}")]
+    WrongParent {
+        /// The current version.
         expected: PolicyVersion,
         /// What came.
         got: PolicyVersion,
@@ -318,9 +373,24 @@ impl<'de> Deserialize<'de> for Consumed {
     }
 }
 
+/// The weights that a job's policy is compared with.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Reference {
+    /// The job.
+    pub job: JobId,
+    /// Those before its first step.
+    pub weights: Manifest,
+    /// Who held them durably before they were proposed; empty for version 0.
+    pub holders: Vec<NodeId>,
+}
+
 /// What a model's log adds up to.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ModelState {
+    /// The group's line, and those that it came out of.
+    pub lineage: Lineage,
+    /// Members of the lines before it, when they were left: who may lead a node from this line into another.
+    pub kin: BTreeSet<NodeId>,
     /// Name, once created.
     pub model: Option<ModelName>,
     /// Files beside the weights.
@@ -339,6 +409,9 @@ pub struct ModelState {
     pub weights_holders: Vec<NodeId>,
     /// Who held [`ModelState::optimizer_state`] durably before its step was proposed.
     pub optimizer_holders: Vec<NodeId>,
+    /// The weights that the running job started from, if it needs them (a KL to them) and they are no longer the
+    /// current ones.
+    pub reference: Option<Reference>,
     /// Jobs in the order of submission.
     pub jobs: Vec<JobState>,
     /// Every consumed rollout with the version that used it.
@@ -354,13 +427,14 @@ impl ModelState {
         self.jobs.iter().find(|j| j.end.is_none())
     }
 
-    /// The manifests that must not get lost: weights, optimizer state, files, and the task sets of jobs that are not
-    /// over. The delta is not among them: it is only a shorter way.
+    /// The manifests that must not get lost: weights, optimizer state, reference, files, and the task sets of jobs that are
+    /// not over. The delta is not among them: it is only a shorter way.
     pub fn needed_manifests(&self) -> impl Iterator<Item = &Manifest> {
         let tasks = self.jobs.iter().filter(|j| j.end.is_none()).flat_map(|j| &j.spec.tasks);
         let tasks = tasks.flat_map(|t| std::iter::once(&t.train).chain(&t.heldout));
         let optimizer = self.optimizer_state.iter().map(|(_, m)| m);
-        self.weights.iter().chain(optimizer).chain(self.files.values()).chain(tasks)
+        let reference = self.reference.iter().map(|r| &r.weights);
+        self.weights.iter().chain(optimizer).chain(reference).chain(self.files.values()).chain(tasks)
     }
 
     fn job_mut(&mut self, job: JobId) -> Result<&mut JobState, Refusal> {
@@ -416,6 +490,8 @@ impl ModelState {
                     return Ok(Applied::Already);
                 }
                 job.end = Some(end.clone());
+                let over = job.job;
+                self.reference.take_if(|r| r.job == over);
             }
         }
         Ok(Applied::Yes)
@@ -428,8 +504,12 @@ impl ModelState {
         if step.term != log_term && !planted::has(Bug::SkipFencing) {
             return Err(Refusal::StaleTerm { log: log_term, got: step.term });
         }
-        if step.version != self.version.next() {
-            return Err(Refusal::NotNext { expected: self.version.next(), got: step.version });
+        let next = self.lineage.next(self.version);
+        if step.version != next {
+            return Err(Refusal::NotNext { expected: next, got: step.version });
+        }
+        if step.parent != self.version {
+            return Err(Refusal::WrongParent { expected: self.version, got: step.parent });
         }
         let mut fresh = BTreeSet::new();
         for id in &step.consumed {
@@ -447,9 +527,15 @@ impl ModelState {
         if running != Some(step.job) {
             return Err(Refusal::NoSuchJob(step.job));
         }
+        let former = self.weights.clone();
+        let former_holders = self.weights_holders.clone();
         let job = self.job_mut(step.job)?;
+        let starts = job.steps == 0 && job.spec.trainer.algorithm.needs_reference();
         job.steps += 1;
         job.groups_opened.clone_from(&step.groups_opened);
+        if let Some(weights) = former.filter(|_| starts) {
+            self.reference = Some(Reference { job: step.job, weights, holders: former_holders });
+        }
         self.version = step.version;
         self.version_term = step.term;
         self.weights = Some(step.weights.clone());
@@ -486,6 +572,46 @@ mod tests {
         assert_eq!(consumed.len(), 1000);
         assert!((0..1000).all(|n| consumed.get(&id(n)) == Some(PolicyVersion(n / 10 + 1))));
         assert_eq!(consumed.get(&id(1000)), None);
+    }
+
+    fn step(parent: PolicyVersion, version: PolicyVersion, consumed: u64) -> ControlEntry {
+        ControlEntry::StepCommitted(Box::new(StepCommitted {
+            job: JobId([1; 16]),
+            term: Term(3),
+            parent,
+            version,
+            weights: Manifest::of(b"weights"),
+            weights_delta: None,
+            optimizer_state: None,
+            holders: vec![NodeId([1; 32])],
+            consumed: vec![id(consumed)],
+            groups_opened: vec![],
+            at: Timestamp(0),
+            metrics: StepMetrics::default(),
+        }))
+    }
+
+    #[test]
+    fn a_step_follows_the_current_version_in_its_line() {
+        let weights = Some(Manifest::of(b"0"));
+        let mut state = ModelState { version: PolicyVersion(4), weights, ..ModelState::default() };
+        let (at, fork) = (PolicyVersion, PolicyVersion(4));
+        let refused = |state: &mut ModelState, e: &ControlEntry| match state.apply(Term(3), e) {
+            Applied::Refused(why) => why,
+            other => panic!("{other:?}"),
+        };
+        let why = refused(&mut state, &step(at(3), at(5), 1));
+        assert_eq!(why, Refusal::WrongParent { expected: at(4), got: at(3) });
+        // The same state in a new line wants that line's numbers.
+        let before = state.lineage.line;
+        state.lineage = state.lineage.opened(fork, 0, 1, NodeId([9; 32])).unwrap();
+        let (line, next) = (state.lineage.line, state.lineage.next(fork));
+        assert_eq!(refused(&mut state, &step(at(4), at(5), 1)), Refusal::NotNext { expected: next, got: at(5) });
+        let taken = step(at(4), at(5), 1).taken_over(fork, &before, &line);
+        assert_eq!(taken, step(at(4), line.version(5), 1));
+        assert_eq!(step(at(5), at(6), 1).taken_over(fork, &before, &line), step(line.version(5), line.version(6), 1));
+        assert_eq!(step(at(3), at(4), 1).taken_over(fork, &before, &line), step(at(3), at(4), 1), "before the fork");
+        assert!(matches!(refused(&mut state, &taken), Refusal::NoSuchJob(_)), "all else is as ever");
     }
 
     #[test]

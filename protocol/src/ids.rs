@@ -1,5 +1,6 @@
 //! Typed identifiers. One meaning each; see `docs/glossary.md`.
 
+use crate::lineage;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -102,6 +103,10 @@ bytes_id!(
     /// One leased run of a task. Drawn at random by the leader that assigns it.
     EpisodeId, 16, "32 hexadecimal digits");
 bytes_id!(
+    /// A store: drawn when it is first opened. A node's key may outlive its store, and what the store had promised is
+    /// forgotten then; this tells the two apart.
+    StoreId, 16, "32 hexadecimal digits");
+bytes_id!(
     /// A job: the first 16 bytes of blake3 of its encoded configuration and submission time.
     JobId, 16, "32 hexadecimal digits");
 
@@ -127,33 +132,60 @@ impl Hash {
     }
 }
 
-/// Leadership number of a model's Raft group; also the fencing token.
+/// Leadership number of a model's Raft group; also the fencing token. Like a version, it carries its line's mark, so no
+/// two lines of a model share one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Term(pub u64);
 
-/// Counter of the committed weights of a model; version 0 is what training started from.
+/// Committed weights of a model: how many steps made them, and above that the mark of the line whose leader committed
+/// them ([`crate::lineage::Line::mark`], 0 in generation 0). Version 0 is what training started from. Below 2^53.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct PolicyVersion(pub u64);
 
 impl PolicyVersion {
-    /// The version after this one.
+    /// Steps committed from version 0 to this one.
     #[must_use]
-    pub fn next(self) -> Self {
-        Self(self.0 + 1)
+    pub fn steps(self) -> u64 {
+        lineage::count_of(self.0)
+    }
+    /// Generation of its line.
+    #[must_use]
+    pub fn generation(self) -> u64 {
+        lineage::generation_of(self.0)
+    }
+    /// Tells its line from others.
+    #[must_use]
+    pub fn mark(self) -> u64 {
+        lineage::mark_of(self.0)
     }
 }
 
+impl Term {
+    /// Tells its line from others.
+    #[must_use]
+    pub fn mark(self) -> u64 {
+        lineage::mark_of(self.0)
+    }
+    /// Generation of its line.
+    #[must_use]
+    pub fn generation(self) -> u64 {
+        lineage::generation_of(self.0)
+    }
+}
+
+/// `42` in generation 0, `g1.42` in generation 1.
 impl fmt::Display for PolicyVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)
+        lineage::write_number(self.0, f)
     }
 }
 
+/// `7` in generation 0, `g1.7` in generation 1.
 impl fmt::Display for Term {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)
+        lineage::write_number(self.0, f)
     }
 }
 

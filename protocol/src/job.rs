@@ -1,6 +1,6 @@
 //! What a job is: the model, the tasks, and how they are trained on.
 
-use crate::advantage::AdvantageRule;
+use crate::algorithm::AlgorithmSpec;
 use crate::ids::{JobId, ModelName, NAME_LEN_BYTES_MAX};
 use crate::manifest::Manifest;
 use serde::{Deserialize, Serialize};
@@ -31,43 +31,96 @@ pub enum CollectionRule {
     /// `groups_per_step` whole groups, whatever their rewards.
     #[default]
     Groups,
-    /// `groups_per_step` whole groups whose rewards differ; groups with equal rewards are consumed along
-    /// with them and reported, but neither counted nor trained on.
+    /// `groups_per_step` whole groups whose rewards differ (dynamic sampling, DAPO, arXiv:2503.14476 §3.2); groups with
+    /// equal rewards are replaced, consumed along with them and reported, but neither counted nor trained on.
     InformativeGroups,
+}
+
+/// How the learning rate goes over a job's steps, after the warm-up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScheduleShape {
+    /// It stays.
+    #[default]
+    Constant,
+    /// In a straight line down to `final_fraction`.
+    Linear,
+    /// In half a cosine down to `final_fraction`: Loshchilov and Hutter, arXiv:1608.03983.
+    Cosine,
+}
+
+/// The learning rate over a job.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Schedule {
+    /// After the warm-up.
+    pub shape: ScheduleShape,
+    /// The first so many steps go up in a straight line; 0 for none.
+    pub warmup_steps: u64,
+    /// Share of the learning rate that it goes down to; 0 to 1.
+    pub final_fraction: f64,
+}
+
+impl Schedule {
+    /// Share of the learning rate for step `step` (from 0) of `steps`; above 0, at most 1.
+    ///
+    /// With `w` warm-up steps: `(step + 1)/(w + 1)` below `w`; then the shape, from 1 at step `w` to `final_fraction`
+    /// where the step after the last would be.
+    ///
+    /// ```
+    /// use starling_protocol::job::{Schedule, ScheduleShape};
+    /// let s = Schedule { shape: ScheduleShape::Cosine, warmup_steps: 1, final_fraction: 0.1 };
+    /// let all: Vec<f64> = (0..4).map(|i| s.factor(i, 4)).collect();
+    /// assert!(all.iter().zip([0.5, 1.0, 0.775, 0.325]).all(|(a, b)| (a - b).abs() < 1e-12));
+    /// ```
+    #[must_use]
+    pub fn factor(&self, step: u64, steps: u64) -> f64 {
+        if step < self.warmup_steps {
+            return (step as f64 + 1.0) / (self.warmup_steps as f64 + 1.0);
+        }
+        let after = steps.saturating_sub(self.warmup_steps).max(1);
+        let gone = ((step - self.warmup_steps) as f64 / after as f64).min(1.0);
+        let left = match self.shape {
+            ScheduleShape::Constant => return 1.0,
+            ScheduleShape::Linear => 1.0 - gone,
+            ScheduleShape::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * gone).cos()),
+        };
+        self.final_fraction + (1.0 - self.final_fraction) * left
+    }
 }
 
 /// Optimizer and loss settings.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TrainerSpec {
-    /// AdamW learning rate.
+    /// AdamW learning rate, at its height.
     pub learning_rate: f64,
+    /// How it goes over the job.
+    pub schedule: Schedule,
     /// AdamW weight decay.
     pub weight_decay: f64,
     /// AdamW first and second moment decay.
     pub betas: (f64, f64),
     /// Global gradient norm limit.
     pub max_grad_norm: f64,
-    /// PPO ratio clip below 1: the ratio is kept above `1 − clip_low`.
-    pub clip_low: f32,
-    /// PPO ratio clip above 1: the ratio is kept below `1 + clip_high`.
-    pub clip_high: f32,
-    /// Optimizer updates per committed step.
+    /// Optimizer updates per committed step. An episode is never split between two.
     pub minibatches: u32,
-    /// How rewards become advantages.
-    pub advantage: AdvantageRule,
+    /// A step whose mismatch KL is above it raises the alarm, nats a token: [`crate::alarm`].
+    pub mismatch_kl_alarm: f64,
+    /// From rewards to the gradient.
+    pub algorithm: AlgorithmSpec,
 }
 
 impl Default for TrainerSpec {
     fn default() -> Self {
         Self {
             learning_rate: 1e-6,
+            schedule: Schedule::default(),
             weight_decay: 0.0,
             betas: (0.9, 0.95),
             max_grad_norm: 1.0,
-            clip_low: 0.2,
-            clip_high: 0.2,
             minibatches: 1,
-            advantage: AdvantageRule::Grpo,
+            mismatch_kl_alarm: 0.05,
+            algorithm: AlgorithmSpec::default(),
         }
     }
 }
@@ -145,6 +198,11 @@ pub struct JobError {
     pub got: String,
 }
 
+/// One check of a field.
+pub(crate) fn need(ok: bool, field: &str, expected: &'static str, got: impl ToString) -> Result<(), JobError> {
+    if ok { Ok(()) } else { Err(JobError { field: field.into(), expected, got: got.to_string() }) }
+}
+
 impl JobSpec {
     /// Episodes in a full step.
     #[must_use]
@@ -166,9 +224,6 @@ impl JobSpec {
     /// # Errors
     /// [`JobError`] for the first field that cannot be.
     pub fn validate(&self) -> Result<(), JobError> {
-        fn need(ok: bool, field: &str, expected: &'static str, got: impl ToString) -> Result<(), JobError> {
-            if ok { Ok(()) } else { Err(JobError { field: field.into(), expected, got: got.to_string() }) }
-        }
         let t = &self.trainer;
         need(
             !self.name.is_empty() && self.name.len() <= NAME_LEN_BYTES_MAX,
@@ -206,14 +261,17 @@ impl JobSpec {
             "a finite number above 0",
             t.max_grad_norm,
         )?;
-        need(t.clip_low > 0.0 && t.clip_low < 1.0, "trainer.clip_low", "above 0, below 1", t.clip_low)?;
-        need(
-            t.clip_high > 0.0 && t.clip_high.is_finite(),
-            "trainer.clip_high",
-            "a finite number above 0",
-            t.clip_high,
-        )?;
         need((1..=64).contains(&t.minibatches), "trainer.minibatches", "1 to 64", t.minibatches)?;
+        let c = &t.schedule;
+        need(c.warmup_steps < self.steps, "trainer.schedule.warmup_steps", "fewer than `steps`", c.warmup_steps)?;
+        need((0.0..=1.0).contains(&c.final_fraction), "trainer.schedule.final_fraction", "0 to 1", c.final_fraction)?;
+        need(
+            t.mismatch_kl_alarm > 0.0 && t.mismatch_kl_alarm.is_finite(),
+            "trainer.mismatch_kl_alarm",
+            "a finite number above 0",
+            t.mismatch_kl_alarm,
+        )?;
+        t.algorithm.validate()?;
         need(!self.tasks.is_empty() && self.tasks.len() <= 64, "tasks", "1 to 64 task sets", self.tasks.len())?;
         for (i, set) in self.tasks.iter().enumerate() {
             let at = |f: &str| format!("tasks[{i}].{f}");

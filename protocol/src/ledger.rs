@@ -7,15 +7,18 @@
 //! Admission (AReaL, arXiv:2505.24298 §4.1, with `accepted := consumed` after a restart): episodes accepted
 //! but not yet consumed plus episodes running stay at or under `(η + 1)·B`, B the episodes of a step and η the
 //! job's `staleness_max`. So a rollout is at most η versions old when it trains, unless its episode was slow;
-//! groups that grew too old are dropped whole and reported.
+//! groups that grew too old are dropped whole and reported. Clients hold small blocks of it ahead (`blocks`). Dynamic
+//! sampling adds room for the replacement of groups without a gradient: [`Ledger::quota`].
 
 mod adoption;
+mod blocks;
 
-use crate::advantage::group_advantages;
+use crate::advantage::{batch_advantages, is_informative};
 use crate::assignment::{Assignment, EvalPhase, HeldLease, Purpose};
 use crate::control::{EvalScore, EvaluationCompleted, JobState};
 use crate::ids::{EpisodeId, GroupId, NodeId, PolicyVersion, RolloutId, TaskRef, Term};
 use crate::job::{CollectionRule, Sampling};
+use crate::lineage::Lineage;
 use crate::planted::{self, Bug};
 use crate::rollout::{Rollout, VerifiedRollout};
 use crate::task::{Task, TaskOrder};
@@ -25,11 +28,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use adoption::Adoption;
+use blocks::Block;
 
 /// Most episodes in one answer to a claim.
 pub const CLAIM_MAX: usize = 256;
 /// Most evaluation episodes that run at once.
 const EVAL_RUNNING_MAX: usize = 512;
+
+/// Dynamic sampling replaces groups without a gradient by up to so many steps' worth of episodes, then the step goes on
+/// with what it has; verl's recipe for DAPO gives up after 10 tries.
+const REPLACED_STEPS_MAX: u64 = 4;
 
 /// The task sets of a job, read.
 #[derive(Clone, Debug)]
@@ -67,8 +75,10 @@ pub struct RolloutGroup {
 /// What a step trains on. `groups` may include uninformative ones, which are consumed but carry no gradient.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrainingBatch {
-    /// The version that is trained; the step makes the next one.
+    /// The version that is trained.
     pub version: PolicyVersion,
+    /// The version that the step makes.
+    pub next: PolicyVersion,
     /// Whole groups, oldest first.
     pub groups: Vec<RolloutGroup>,
     /// Groups opened per task set, to go with the step.
@@ -153,6 +163,12 @@ struct OpenGroup {
     rollouts: BTreeMap<RolloutId, AcceptedRollout>,
 }
 
+impl OpenGroup {
+    fn rewards(&self) -> Vec<f32> {
+        self.rollouts.values().map(|r| r.rollout.reward).collect()
+    }
+}
+
 #[derive(Clone, Debug)]
 struct EvalSlot {
     set: usize,
@@ -175,6 +191,7 @@ pub struct Ledger {
     job: JobState,
     term: Term,
     version: PolicyVersion,
+    lineage: Lineage,
     tasks: Vec<LoadedTasks>,
     orders: Vec<TaskOrder>,
     groups_opened: Vec<u64>,
@@ -188,6 +205,10 @@ pub struct Ledger {
     consumed: BTreeSet<RolloutId>,
     evaluation: Option<Evaluation>,
     adoption: Adoption,
+    /// Of each client that has one.
+    blocks: BTreeMap<NodeId, Block>,
+    /// Clients whose last claim the quota held back, and when.
+    hungry: BTreeMap<NodeId, Timestamp>,
     counts: LedgerCounts,
 }
 
@@ -214,6 +235,7 @@ impl Ledger {
             job,
             term,
             version,
+            lineage: Lineage::default(),
             tasks,
             orders,
             groups_opened,
@@ -226,6 +248,8 @@ impl Ledger {
             consumed: BTreeSet::new(),
             evaluation: None,
             adoption,
+            blocks: BTreeMap::new(),
+            hungry: BTreeMap::new(),
             counts: LedgerCounts::default(),
         };
         ledger.plan_evaluation();
@@ -241,9 +265,17 @@ impl Ledger {
         self
     }
 
-    /// Whether whoever opened the group is gone: another leader, or this one before it started over.
+    /// In this line; without it, in that of the model's creation.
+    #[must_use]
+    pub fn of_line(mut self, lineage: Lineage) -> Self {
+        self.lineage = lineage;
+        self
+    }
+
+    /// Whether whoever opened the group is gone: another leader, or this one before it started over, or that of a line
+    /// that this one won against.
     fn is_adopted(&self, id: &GroupId) -> bool {
-        *id < GroupId { term: self.term, seq: self.first_seq }
+        id.term.mark() != self.term.mark() || *id < GroupId { term: self.term, seq: self.first_seq }
     }
 
     /// The job as this ledger sees it.
@@ -255,6 +287,11 @@ impl Ledger {
     #[must_use]
     pub fn version(&self) -> PolicyVersion {
         self.version
+    }
+    /// The version that the next step makes.
+    #[must_use]
+    pub fn next_version(&self) -> PolicyVersion {
+        self.lineage.next(self.version)
     }
     /// Counters since the start of the term.
     #[must_use]
@@ -293,10 +330,21 @@ impl Ledger {
     pub fn is_done(&self) -> bool {
         self.evaluation.is_none() && self.job.steps >= self.job.spec.steps
     }
-    /// Most episodes accepted and running at once.
+    /// Most episodes accepted and running at once: `(η + 1)·B`, and under dynamic sampling as many more as replace whole
+    /// groups without a gradient, up to [`REPLACED_STEPS_MAX`]`·B`.
     #[must_use]
     pub fn quota(&self) -> u64 {
-        (u64::from(self.job.spec.staleness_max) + 1) * self.job.spec.episodes_per_step()
+        let step = self.job.spec.episodes_per_step();
+        (u64::from(self.job.spec.staleness_max) + 1) * step + self.replaced().min(REPLACED_STEPS_MAX * step)
+    }
+
+    /// Episodes of whole groups that dynamic sampling replaces.
+    fn replaced(&self) -> u64 {
+        if self.job.spec.collection == CollectionRule::Groups {
+            return 0;
+        }
+        let dull = self.groups.values().filter(|g| self.is_whole(g) && !is_informative(&g.rewards()));
+        dull.map(|g| g.rollouts.len() as u64).sum()
     }
 
     fn group_size(&self) -> usize {
@@ -344,12 +392,13 @@ impl Ledger {
     /// episodes.
     ///
     /// Returns the assignments, those of `running` that are no longer leased to `holder`, and why there are
-    /// fewer assignments than wanted.
+    /// fewer assignments than wanted. `stocked` of the running ones have not begun: see [`Ledger::handle_reserve`].
     pub fn handle_claim(
         &mut self,
         now: Timestamp,
         holder: NodeId,
         want: usize,
+        stocked: usize,
         running: &[HeldLease],
     ) -> (Vec<Assignment>, Vec<EpisodeId>, Option<WaitReason>) {
         self.handle_timeout(now);
@@ -379,6 +428,8 @@ impl Ledger {
                 }
             }
         }
+        let refused = matches!(wait, Some(WaitReason::QuotaFull { .. }));
+        self.note_claim(now, holder, stocked as u64, refused);
         (given, revoked, wait)
     }
 
@@ -561,12 +612,19 @@ impl Ledger {
         if self.consumed.contains(&v.id) {
             return Admission::Ignored(Surplus::Consumed);
         }
-        if let Some(newest) = r.timelines.iter().flat_map(|t| t.policy_versions.iter().max()).max()
+        let versions = || r.timelines.iter().flat_map(|t| &t.policy_versions);
+        if let Some(newest) = versions().filter(|v| self.lineage.contains(**v)).max()
             && *newest > self.version
         {
             return Admission::Invalid(format!("sampled by version {newest}, the newest is {}", self.version));
         }
+        // Of a line that went another way: how old it is cannot be said.
+        let mut trained = r.timelines.iter().flat_map(|t| t.loss_mask.iter().zip(&t.policy_versions));
+        let orphaned = trained.any(|(trains, v)| *trains && !self.lineage.contains(*v));
         let lease = self.release(r.episode);
+        if orphaned && !planted::has(Bug::AdmitStale) {
+            return Admission::Ignored(Surplus::Stale);
+        }
         match r.purpose {
             Purpose::Eval { phase, greedy, slot } => self.admit_eval(&v, phase, greedy, slot),
             Purpose::Train => self.admit_train(v, lease.is_some()),
@@ -647,7 +705,10 @@ impl Ledger {
 
     fn is_stale(&self, oldest: Option<PolicyVersion>) -> bool {
         !planted::has(Bug::AdmitStale)
-            && oldest.is_some_and(|o| self.version.0.saturating_sub(o.0) > u64::from(self.job.spec.staleness_max))
+            && oldest.is_some_and(|o| {
+                let staleness = self.lineage.staleness(self.version, o);
+                staleness.is_none_or(|s| s > u64::from(self.job.spec.staleness_max))
+            })
     }
 
     /// The next step's batch, once the collection rule is met and no other batch is being trained.
@@ -659,33 +720,38 @@ impl Ledger {
         self.drop_stale_groups();
         let target = self.job.spec.groups_per_step as usize;
         let mut counted = 0;
-        let mut picked = Vec::new();
+        let (mut picked, mut rewards) = (Vec::new(), Vec::new());
         for (id, group) in self.groups.iter().filter(|(_, g)| self.is_whole(g)) {
             if counted == target {
                 break;
             }
-            let rewards: Vec<f32> = group.rollouts.values().map(|r| r.rollout.reward).collect();
-            let advantages = group_advantages(self.job.spec.trainer.advantage, &rewards);
-            counted += usize::from(advantages.is_some() || self.job.spec.collection == CollectionRule::Groups);
-            picked.push((*id, advantages));
+            let of_group = group.rewards();
+            counted += usize::from(self.job.spec.collection == CollectionRule::Groups || is_informative(&of_group));
+            picked.push(*id);
+            rewards.push(of_group);
         }
-        // Groups without a gradient fill the quota but not the batch: once they take all of it, go on with what
-        // there is, or a model that always (or never) succeeds would wait for ever. A group that lacks an episode
-        // gets another attempt instead.
+        // Groups without a gradient fill the quota but not the batch: once they take all of it, and of what replaces
+        // them, go on with what there is, or a model that always (or never) succeeds would wait for ever. A group that
+        // lacks an episode gets another attempt instead.
         let quota_spent = self.accepted() + u64::from(self.job.spec.group_size) > self.quota();
         let all_whole = self.groups.values().all(|g| self.is_whole(g));
         if counted < target && !(quota_spent && all_whole && self.leases.is_empty() && !picked.is_empty()) {
             return None;
         }
-        self.training = picked.iter().map(|(id, _)| *id).collect();
+        self.training.clone_from(&picked);
+        let advantages = batch_advantages(self.job.spec.trainer.algorithm.advantage, &rewards);
         // Copied only now: this is asked after every rollout that comes, and mostly answered with no.
         let copy = |(id, advantages)| {
             let group = self.groups.get(&id)?;
             let rollouts = group.rollouts.values().cloned().collect();
             Some(RolloutGroup { id, task: group.task.clone(), rollouts, advantages })
         };
-        let groups = picked.into_iter().filter_map(copy).collect();
-        Some(TrainingBatch { version: self.version, groups, groups_opened: self.groups_opened.clone() })
+        Some(TrainingBatch {
+            version: self.version,
+            next: self.next_version(),
+            groups: picked.into_iter().zip(advantages).filter_map(copy).collect(),
+            groups_opened: self.groups_opened.clone(),
+        })
     }
 
     fn drop_stale_groups(&mut self) {

@@ -13,12 +13,15 @@
 #![forbid(unsafe_code)]
 
 pub mod advantage;
+pub mod alarm;
+pub mod algorithm;
 pub mod assignment;
 pub mod codec;
 pub mod control;
 pub mod ids;
 pub mod job;
 pub mod ledger;
+pub mod lineage;
 pub mod manifest;
 pub mod placement;
 pub mod planted;
@@ -33,6 +36,7 @@ pub mod transfer;
 pub mod wire;
 
 pub use ids::{
-    EpisodeId, EpisodeKey, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, TaskRef, Term,
+    EpisodeId, EpisodeKey, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, StoreId, TaskRef, Term,
 };
+pub use lineage::{Line, Lineage};
 pub use time::Timestamp;

@@ -26,11 +26,13 @@ pub enum Bug {
     SkipReceipts,
     /// A claim that is repeated in a later term gets an episode that is leased to another.
     ReissueEpisode,
+    /// A node that joins a greater line keeps the marks of what only its own line consumed.
+    KeepOldMarks,
 }
 
 impl Bug {
     /// All of them.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::AcknowledgeBeforePersist,
         Self::SkipFencing,
         Self::ConsumeBeforeCommit,
@@ -41,6 +43,7 @@ impl Bug {
         Self::AdmitStale,
         Self::SkipReceipts,
         Self::ReissueEpisode,
+        Self::KeepOldMarks,
     ];
 }
 

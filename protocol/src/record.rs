@@ -1,7 +1,7 @@
 //! Node records: what a node says of itself, signed, with a sequence number.
 
 use crate::codec::{DecodeError, decode, encode};
-use crate::ids::{ModelName, NodeId, PolicyVersion};
+use crate::ids::{ModelName, NodeId, PolicyVersion, StoreId};
 use crate::signed::{Domain, Signature, Signer, Verifier};
 use serde::{Deserialize, Serialize};
 
@@ -45,6 +45,35 @@ pub struct HostedModel {
     pub version: PolicyVersion,
     /// Sequences running and waiting.
     pub queue: u32,
+    /// What the server's device is worth for training it.
+    pub fitness: Fitness,
+}
+
+/// What a device is worth for training a model, as its own node measured it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fitness {
+    /// Not measured yet, or the measurement failed.
+    #[default]
+    Unknown,
+    /// The device's memory does not hold weights, gradients and moments: such a node votes and does not lead.
+    TooSmall,
+    /// It trains.
+    Trains {
+        /// Tokens a second, forward, backward and optimizer step, over a short batch that is the same on all nodes.
+        tokens_per_s: u32,
+    },
+}
+
+impl Fitness {
+    /// Tokens a second, if they were measured.
+    #[must_use]
+    pub fn tokens_per_s(self) -> Option<u32> {
+        match self {
+            Self::Trains { tokens_per_s } => Some(tokens_per_s),
+            Self::Unknown | Self::TooSmall => None,
+        }
+    }
 }
 
 /// Whether a holder takes what others ask it to hold. Whatever it says, it serves what it has.
@@ -65,6 +94,8 @@ pub enum Intake {
 pub struct NodeRecord {
     /// Who.
     pub node: NodeId,
+    /// Its store. Zero when it does not say.
+    pub store: StoreId,
     /// Milliseconds since the epoch when it was made; a higher number replaces a lower one.
     pub sequence: u64,
     /// What it does; sorted, without repetition.

@@ -1,16 +1,20 @@
-//! Messages between nodes, version 1. Postcard, each with a length limit.
+//! Messages between nodes, of [`WIRE_VERSION`]. Postcard, each with a length limit.
 //!
 //! One request-response protocol carries [`Service`] calls, one stream protocol carries generation, and
 //! gossip carries [`Gossip`]. Bodies of rollouts and weights never travel by gossip.
 
 use crate::assignment::{Assignment, HeldLease};
 use crate::control::ControlEntry;
-use crate::ids::{EpisodeId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term};
+use crate::ids::{EpisodeId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, StoreId, Term};
+use crate::lineage::{Line, Lineage};
 use crate::manifest::{DeltaManifest, Manifest};
 use crate::record::SignedRecord;
 use crate::rollout::{FinishReason, Receipt};
 use serde::{Deserialize, Serialize};
 
+/// Version of the messages, a part of every protocol's and topic's name: 2 since they name their line. Nodes of another
+/// version do not understand each other, and say so when they meet.
+pub const WIRE_VERSION: u32 = 2;
 /// Longest request or response: four chunks or one rollout, with room for the frame.
 pub const CALL_LEN_BYTES_MAX: usize = (4 << 20) + (64 << 10);
 /// Longest frame of a generation stream: 128 Ki token ids of five bytes.
@@ -60,10 +64,10 @@ impl Topic {
     #[must_use]
     pub fn name(&self) -> String {
         match self {
-            Self::Nodes => "starling/nodes/1".into(),
-            Self::Models => "starling/models/1".into(),
-            Self::Rollouts(m) => format!("starling/rollouts/1/{m}"),
-            Self::Weights(m) => format!("starling/weights/1/{m}"),
+            Self::Nodes => format!("starling/nodes/{WIRE_VERSION}"),
+            Self::Models => format!("starling/models/{WIRE_VERSION}"),
+            Self::Rollouts(m) => format!("starling/rollouts/{WIRE_VERSION}/{m}"),
+            Self::Weights(m) => format!("starling/weights/{WIRE_VERSION}/{m}"),
         }
     }
 }
@@ -84,6 +88,8 @@ pub struct RolloutAnnouncement {
 pub struct ModelAnnouncement {
     /// Its name.
     pub model: ModelName,
+    /// The line that the sender is in.
+    pub line: Line,
     /// Voters of its group, as the sender knows them.
     pub voters: Vec<NodeId>,
     /// The leader that the sender knows, with its term.
@@ -200,6 +206,10 @@ pub enum LeaderCall {
         model: ModelName,
         /// How many more.
         want: u32,
+        /// How large the caller's block should be: episodes leased and not begun.
+        ahead: u32,
+        /// How large it is: so many of `running` have not begun.
+        stocked: u32,
         /// Leases to renew; a leader that did not give them takes them over where it can.
         running: Vec<HeldLease>,
     },
@@ -222,8 +232,15 @@ pub enum LeaderCall {
         /// Model.
         model: ModelName,
     },
-    /// Take part in a new group for this model.
+    /// Take part in this line of the model's group; a node in a lesser line leaves that.
     JoinGroup {
+        /// Model.
+        model: ModelName,
+        /// The sender's line.
+        lineage: Lineage,
+    },
+    /// What do you know of the group, which has lost its quorum? See [`Standing`].
+    Survey {
         /// Model.
         model: ModelName,
     },
@@ -250,6 +267,23 @@ pub enum WaitReason {
     EvaluationFull,
 }
 
+/// Where a member of a group stands that may have lost its quorum for good.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Standing {
+    /// Its line.
+    pub line: Line,
+    /// The version that it applied.
+    pub version: PolicyVersion,
+    /// Term and index of the last entry in its log; nothing before the first.
+    pub last: Option<(Term, u64)>,
+    /// The leader that it hears.
+    pub leader: Option<NodeId>,
+    /// Whether it could lead what it opens: a server whose disk takes writes.
+    pub able: bool,
+    /// Milliseconds until it agrees to a new generation; `None` if it never does.
+    pub willing_in_ms: Option<u64>,
+}
+
 /// From a voter.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum LeaderReply {
@@ -272,6 +306,13 @@ pub enum LeaderReply {
     Status(String),
     /// Models known.
     Models(Vec<ModelAnnouncement>),
+    /// To a survey; nothing from a node that is not in the group.
+    Standing(Option<Standing>),
+    /// To [`LeaderCall::JoinGroup`]: the node takes part with this store.
+    Joined {
+        /// Which.
+        store: StoreId,
+    },
 }
 
 /// First frame on a generation stream.

@@ -8,7 +8,7 @@ use starling_protocol::manifest::Manifest;
 use starling_protocol::rollout::{Rollout, Timeline, VerifiedRollout};
 use starling_protocol::task::Task;
 use starling_protocol::wire::WaitReason;
-use starling_protocol::{EpisodeId, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, Term, Timestamp};
+use starling_protocol::{EpisodeId, GroupId, Hash, JobId, Lineage, ModelName, NodeId, PolicyVersion, Term, Timestamp};
 
 const ALICE: NodeId = NodeId([1; 32]);
 const BOB: NodeId = NodeId([2; 32]);
@@ -57,12 +57,12 @@ fn ledger(spec: JobSpec) -> Ledger {
 }
 
 fn claim(l: &mut Ledger, who: NodeId, want: usize) -> Vec<Assignment> {
-    l.handle_claim(Timestamp(0), who, want, &[]).0
+    l.handle_claim(Timestamp(0), who, want, 0, &[]).0
 }
 
 fn renew(l: &mut Ledger, at: u64, who: NodeId, held: &[&Assignment]) -> Vec<EpisodeId> {
     let held: Vec<HeldLease> = held.iter().map(|a| HeldLease::from(*a)).collect();
-    l.handle_claim(Timestamp(at), who, 0, &held).1
+    l.handle_claim(Timestamp(at), who, 0, 0, &held).1
 }
 
 /// The ledger of the leader after [`ledger`]'s, at its start.
@@ -99,7 +99,7 @@ fn groups_are_opened_in_proportion_to_the_weights() {
 #[test]
 fn the_quota_holds_claims_back_and_says_so() {
     let mut l = ledger(spec());
-    let (given, _, wait) = l.handle_claim(Timestamp(0), ALICE, 100, &[]);
+    let (given, _, wait) = l.handle_claim(Timestamp(0), ALICE, 100, 0, &[]);
     assert_eq!(given.len(), 8, "(η + 1)·B = 2 · 2 · 2");
     assert_eq!(wait, Some(WaitReason::QuotaFull { have: 8, max: 8 }));
 }
@@ -170,15 +170,47 @@ fn groups_with_equal_rewards_do_not_count_where_informative_ones_are_asked_for()
     assert_eq!(batch.groups.len(), 4, "the others are used up along with them");
 }
 
+/// Dynamic sampling: what has no gradient is replaced, so that the step trains on as many groups as were asked for, even
+/// where the first `(η + 1)·B` episodes have next to none.
+#[test]
+fn groups_without_a_gradient_are_replaced_beyond_the_quota() {
+    let mut spec = spec();
+    spec.collection = CollectionRule::InformativeGroups;
+    let mut l = ledger(spec);
+    for a in claim(&mut l, ALICE, 100) {
+        l.handle_rollout(rollout(&a, 1.0));
+    }
+    assert_eq!((l.accepted(), l.quota()), (8, 16), "(η + 1)·B, and as much again for the four dull groups");
+    assert!(l.take_batch().is_none());
+    let replacements = claim(&mut l, ALICE, 100);
+    assert_eq!(replacements.len(), 8);
+    for (i, a) in replacements.iter().enumerate() {
+        l.handle_rollout(rollout(a, if i % 2 == 0 { 1.0 } else { 0.0 }));
+    }
+    let batch = l.take_batch().unwrap();
+    assert_eq!(batch.groups.iter().filter(|g| g.advantages.is_some()).count(), 2);
+    l.handle_committed(PolicyVersion(1), &batch.consumed());
+    assert_eq!((l.accepted(), l.quota()), (4, 8), "the dull ones are gone, and their room with them");
+}
+
 #[test]
 fn a_model_that_always_succeeds_does_not_wait_for_ever() {
     let mut spec = spec();
     spec.collection = CollectionRule::InformativeGroups;
     let mut l = ledger(spec);
-    for a in claim(&mut l, ALICE, 8) {
-        l.handle_rollout(rollout(&a, 1.0));
-    }
-    let batch = l.take_batch().expect("the quota is spent and nothing runs");
+    let mut episodes = 0;
+    let batch = loop {
+        let given = claim(&mut l, ALICE, 100);
+        assert!(!given.is_empty(), "neither work nor a batch after {episodes} episodes");
+        episodes += given.len();
+        for a in given {
+            l.handle_rollout(rollout(&a, 1.0));
+        }
+        if let Some(batch) = l.take_batch() {
+            break batch;
+        }
+    };
+    assert_eq!(episodes, 8 + 4 * 4, "the quota, and four steps' worth of replacements");
     assert!(batch.groups.iter().all(|g| g.advantages.is_none()));
 }
 
@@ -204,7 +236,7 @@ fn an_earlier_terms_rollout_is_adopted_with_its_group() {
     assert_eq!(l.handle_rollout(r.clone()), Admission::Accepted);
     let early = claim(&mut l, BOB, 1);
     assert_ne!(early[0].group, r.rollout.group, "who runs the other episode may still renew it");
-    let late = l.handle_claim(Timestamp(500), BOB, 1, &[]).0;
+    let late = l.handle_claim(Timestamp(500), BOB, 1, 0, &[]).0;
     assert_eq!(late[0].group, r.rollout.group, "then the broken group is completed first");
 }
 
@@ -239,7 +271,7 @@ fn a_leader_that_starts_over_in_its_term_draws_new_ids_and_adopts_its_own_groups
     assert_eq!(after.handle_rollout(rollout(&given[0], 1.0)), Admission::Accepted);
     assert_eq!((after.accepted(), after.adopted_groups()), (1, 1));
     after.handle_timeout(Timestamp(0));
-    let again = after.handle_claim(Timestamp(500), BOB, 8, &[]).0;
+    let again = after.handle_claim(Timestamp(500), BOB, 8, 0, &[]).0;
     assert_eq!(again[0].group, given[0].group, "the adopted group is completed first");
     let groups = |list: &[Assignment]| list.iter().map(|a| a.group).collect::<std::collections::BTreeSet<_>>();
     assert_eq!(groups(&again).intersection(&groups(&given)).count(), 1);
@@ -255,7 +287,7 @@ fn leases_go_on_with_the_next_leader_when_their_holders_renew_them() {
     assert_eq!((l.running(), l.adopted_groups(), l.counts().adopted), (3, 2, 3));
     assert_eq!(renew(&mut l, 500, ALICE, &[&given[0], &given[2]]), [], "an ordinary renewal from now on");
     // The place that nobody renewed runs out, and is given out again in its group.
-    let again = l.handle_claim(Timestamp(1010), BOB, 1, &[]).0;
+    let again = l.handle_claim(Timestamp(1010), BOB, 1, 0, &[]).0;
     assert_eq!((again[0].group, again[0].attempt), (given[0].group, 2));
     // Their rollouts count as if nothing had happened.
     for a in [&given[0], &again[0]] {
@@ -327,7 +359,7 @@ fn a_task_that_the_jobs_order_has_not_come_to_is_not_adopted() {
         end: None,
     };
     let mut old = Ledger::new(job.clone(), Term(3), PolicyVersion(0), tasks());
-    let given = old.handle_claim(Timestamp(0), ALICE, 8, &[]).0;
+    let given = old.handle_claim(Timestamp(0), ALICE, 8, 0, &[]).0;
     let mut l = Ledger::new(job, Term(4), PolicyVersion(0), tasks());
     assert_eq!(renew(&mut l, 1, ALICE, &given.iter().collect::<Vec<_>>()), []);
     let opened: Vec<u32> = given.iter().map(|a| a.task.index).collect();
@@ -377,4 +409,157 @@ fn a_batch_waits_for_the_replacement_of_an_aborted_episode_even_if_the_quota_is_
     assert_eq!(l.handle_rollout(rollout(&again[0], 1.0)), Admission::Accepted);
     let batch = l.take_batch().expect("two whole groups");
     assert_eq!(batch.consumed().len(), 4);
+}
+
+/// A ledger at step 2 of a line that came out of generation 0 after step 1.
+fn ledger_of_a_line(opener: NodeId) -> (Ledger, Lineage) {
+    let lineage = Lineage::default().opened(PolicyVersion(1), 0, 1, opener).unwrap();
+    let l = ledger(spec());
+    let tasks = |set: &str| {
+        let task = |i| Task { id: format!("{set}{i}"), line: format!("{{\"id\":\"{set}{i}\"}}") };
+        LoadedTasks { train: (0..5).map(task).collect(), heldout: (5..8).map(task).collect() }
+    };
+    let term = Term(lineage.line.first_term().0 + 2);
+    let at = lineage.next(PolicyVersion(1));
+    (Ledger::new(l.job().clone(), term, at, vec![tasks("a"), tasks("b")]).of_line(lineage.clone()), lineage)
+}
+
+#[test]
+fn staleness_is_counted_in_steps_across_the_fork_and_orphans_are_stale() {
+    let (mut l, lineage) = ledger_of_a_line(ALICE);
+    let other = Lineage::default().opened(PolicyVersion(1), 0, 1, BOB).unwrap();
+    // Of an old leader's groups: sampled one step ago, before the fork; two steps ago; by a step beyond the fork; by
+    // another line; by a version that is not yet.
+    let admitted = |l: &mut Ledger, n: u64, version: PolicyVersion| {
+        let mut a = claim(&mut ledger(spec()).counting_from(n << 20), ALICE, 1).remove(0);
+        a.policy_version = version;
+        l.handle_rollout(rollout(&a, 1.0))
+    };
+    assert_eq!(admitted(&mut l, 1, PolicyVersion(1)), Admission::Accepted);
+    assert_eq!(admitted(&mut l, 2, lineage.line.version(2)), Admission::Accepted);
+    assert_eq!(admitted(&mut l, 3, PolicyVersion(0)), Admission::Ignored(Surplus::Stale));
+    assert_eq!(admitted(&mut l, 4, PolicyVersion(2)), Admission::Ignored(Surplus::Stale));
+    assert_eq!(admitted(&mut l, 5, other.line.version(2)), Admission::Ignored(Surplus::Stale));
+    assert!(matches!(admitted(&mut l, 6, lineage.line.version(3)), Admission::Invalid(_)));
+    assert_eq!(l.next_version(), lineage.line.version(3));
+}
+
+#[test]
+fn groups_of_a_line_that_lost_are_adopted_whatever_their_terms() {
+    let lines =
+        [ALICE, BOB].map(|n| (n, Lineage::default().opened(PolicyVersion(1), 0, 1, n).unwrap().line.first_term()));
+    let (winner, loser) = if lines[0].1 < lines[1].1 { (lines[0], lines[1]) } else { (lines[1], lines[0]) };
+    let (mut l, lineage) = ledger_of_a_line(winner.0);
+    let mut a = claim(&mut ledger(spec()), ALICE, 1).remove(0);
+    a.group.term = Term(loser.1.0 + 7);
+    a.policy_version = lineage.line.version(2);
+    assert_eq!(l.handle_rollout(rollout(&a, 1.0)), Admission::Accepted);
+    // One of a later term of its own line is no group of this leader's.
+    a.group.term = Term(winner.1.0 + 7);
+    assert!(matches!(l.handle_rollout(rollout(&a, 2.0)), Admission::Invalid(_)));
+}
+
+/// The least that fills a step of the job with blocks to spare: 32 places, of which 8 may lie in blocks.
+fn roomy() -> JobSpec {
+    JobSpec { groups_per_step: 8, steps: 10, ..spec() }
+}
+
+#[test]
+fn a_block_is_whole_groups_from_slack_and_counts_as_running() {
+    let mut l = ledger(roomy());
+    assert_eq!(l.quota(), 32);
+    assert_eq!(claim(&mut l, ALICE, 4).len(), 4);
+    let block = l.handle_reserve(Timestamp(0), ALICE, 5, 0);
+    assert_eq!(block.len(), 6, "whole groups of two");
+    assert!(block.chunks(2).all(|g| g[0].group == g[1].group && g[0].attempt == 0));
+    assert_eq!(l.running(), 10);
+    // It has what it asked for, and all blocks together have a quarter of the quota.
+    l.handle_claim(Timestamp(0), ALICE, 0, 6, &[]);
+    assert!(l.handle_reserve(Timestamp(0), ALICE, 6, 6).is_empty());
+    assert_eq!(l.handle_reserve(Timestamp(0), BOB, 100, 0).len(), 2);
+    assert!(l.handle_reserve(Timestamp(0), ALICE, 100, 6).is_empty());
+    // A block that was begun makes room for another.
+    l.handle_claim(Timestamp(0), ALICE, 0, 0, &[]);
+    assert_eq!(l.handle_reserve(Timestamp(0), ALICE, 2, 0).len(), 2);
+}
+
+#[test]
+fn a_block_takes_nothing_that_another_client_could_begin_at_once() {
+    let mut l = ledger(roomy());
+    let mut all = claim(&mut l, ALICE, 23);
+    assert_eq!(all.len(), 23);
+    assert!(l.handle_reserve(Timestamp(0), BOB, 2, 0).is_empty(), "a quarter of the quota stays free");
+    let (given, _, wait) = l.handle_claim(Timestamp(0), BOB, 20, 0, &[]);
+    assert_eq!((given.len(), wait), (9, Some(WaitReason::QuotaFull { have: 32, max: 32 })));
+    // Bob was held back. A step makes room, and for three seconds nobody gets a block.
+    all.extend(given);
+    for (i, a) in all.iter().take(16).enumerate() {
+        assert_eq!(l.handle_rollout(rollout(a, if i % 2 == 0 { 0.0 } else { 1.0 })), Admission::Accepted);
+    }
+    let batch = l.take_batch().expect("eight whole groups");
+    l.handle_committed(PolicyVersion(1), &batch.consumed());
+    assert_eq!(l.running(), 16);
+    assert!(l.handle_reserve(Timestamp(1), ALICE, 2, 0).is_empty());
+    l.handle_claim(Timestamp(3001), ALICE, 0, 0, &[]);
+    assert_eq!(l.handle_reserve(Timestamp(3001), ALICE, 2, 0).len(), 2);
+}
+
+#[test]
+fn there_are_no_blocks_where_every_place_is_needed() {
+    let fresh = JobSpec { staleness_max: 0, ..roomy() };
+    assert!(ledger(fresh).handle_reserve(Timestamp(0), ALICE, 2, 0).is_empty());
+    let last = JobSpec { steps: 1, ..roomy() };
+    assert!(ledger(last).handle_reserve(Timestamp(0), ALICE, 2, 0).is_empty());
+    let evaluated =
+        JobSpec { evaluate: EvaluateSpec { at_start: true, samples: 1, ..EvaluateSpec::default() }, ..roomy() };
+    assert!(ledger(evaluated).handle_reserve(Timestamp(0), ALICE, 2, 0).is_empty());
+}
+
+#[test]
+fn a_block_ends_with_its_leases_and_is_taken_over_by_the_next_leader() {
+    let mut l = ledger(roomy());
+    let block = l.handle_reserve(Timestamp(0), ALICE, 8, 0);
+    assert_eq!(block.len(), 8);
+    assert!(l.handle_abort(ALICE, block[0].episode), "given back");
+    l.handle_timeout(Timestamp(1000));
+    assert_eq!(l.running(), 0);
+    l.handle_claim(Timestamp(1000), BOB, 0, 0, &[]);
+    assert_eq!(l.handle_reserve(Timestamp(1000), BOB, 8, 0).len(), 8, "a silent client's block does not count on");
+    let mut next = next_ledger(roomy());
+    assert!(renew(&mut next, 10, ALICE, &block.iter().collect::<Vec<_>>()).is_empty());
+    assert_eq!(next.running(), 8);
+}
+
+/// Blocks, running and accepted episodes never exceed the quota, whatever clients claim, reserve, end, drop and forget.
+#[test]
+fn blocks_never_exceed_the_quota_for_any_seed() {
+    for seed in 0..200_u64 {
+        let mut l = ledger(roomy());
+        let mut draw = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let mut next = |n: u64| {
+            draw = draw.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (draw >> 33) % n
+        };
+        let mut held: Vec<(NodeId, Assignment)> = Vec::new();
+        for step in 0..300 {
+            let now = Timestamp(step * 40);
+            let who = if next(2) == 0 { ALICE } else { BOB };
+            let n = usize::try_from(next(10)).expect("small");
+            match next(5) {
+                0 => held.extend(l.handle_claim(now, who, n, n, &[]).0.into_iter().map(|a| (who, a))),
+                1 | 2 => held.extend(l.handle_reserve(now, who, 2 * n, n).into_iter().map(|a| (who, a))),
+                3 if !held.is_empty() => {
+                    let (who, a) = held.swap_remove(n % held.len());
+                    l.handle_abort(who, a.episode);
+                }
+                4 if !held.is_empty() => {
+                    let (_, a) = held.swap_remove(n % held.len());
+                    l.handle_rollout(rollout(&a, 1.0));
+                }
+                _ => l.handle_timeout(now),
+            }
+            let have = l.running() + l.accepted();
+            assert!(have <= l.quota(), "seed {seed} step {step}: {have} of {}", l.quota());
+        }
+    }
 }

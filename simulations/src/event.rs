@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use starling_protocol::rollout::Rollout;
-use starling_protocol::{EpisodeId, Hash, ModelName, PolicyVersion, RolloutId, Term};
+use starling_protocol::{EpisodeId, Hash, Lineage, ModelName, PolicyVersion, RolloutId, Term};
 use std::time::Duration;
 
 /// A node of the run: its place in [`crate::scenario::Scenario::node_names`].
@@ -57,16 +57,29 @@ pub enum Event {
         node: NodeIx,
         /// Of which model.
         model: ModelName,
+        /// The version that it was trained from.
+        parent: PolicyVersion,
         /// Its version.
         version: PolicyVersion,
         /// Its term.
         term: Term,
+        /// Term of the log entry that committed it.
+        logged: Term,
         /// Hash of the weights.
         weights: Hash,
         /// Nodes that held them when it was proposed.
         holders: Vec<NodeIx>,
         /// Rollouts that it used up.
         consumed: Vec<RolloutId>,
+    },
+    /// A node's disk says in which line of a model it is.
+    Entered {
+        /// Which node.
+        node: NodeIx,
+        /// Of which model.
+        model: ModelName,
+        /// The line, with those before it.
+        lineage: Lineage,
     },
     /// A rollout was written to a node's disk.
     Stored {
@@ -102,6 +115,13 @@ pub enum Event {
         rollout: RolloutId,
         /// By which version.
         version: PolicyVersion,
+    },
+    /// A node's disk no longer says so.
+    Unmarked {
+        /// Where.
+        node: NodeIx,
+        /// Which.
+        rollout: RolloutId,
     },
     /// A client was given an episode.
     Granted {
@@ -202,11 +222,13 @@ impl Event {
             | Self::Crashed { node, .. }
             | Self::Leads { node, .. }
             | Self::Applied { node, .. }
+            | Self::Entered { node, .. }
             | Self::Stored { node, .. }
             | Self::Synced { node }
             | Self::Deleted { node, .. }
             | Self::Rotted { node, .. }
             | Self::MarkedConsumed { node, .. }
+            | Self::Unmarked { node, .. }
             | Self::Granted { node, .. }
             | Self::Released { node, .. }
             | Self::Sealed { node, .. }

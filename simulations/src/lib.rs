@@ -22,4 +22,4 @@ mod sim;
 pub use run::run_planted;
 pub use run::{Outcome, replays, run, run_all};
 pub use scenario::Scenario;
-pub use sim::{Load, Violation};
+pub use sim::{LeftOut, Load, Violation};

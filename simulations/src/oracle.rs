@@ -3,7 +3,7 @@
 //! It is built from events alone and never asks a node.
 
 use crate::event::{Event, NodeIx};
-use starling_protocol::{Hash, ModelName, PolicyVersion, RolloutId, Term};
+use starling_protocol::{Hash, Lineage, ModelName, PolicyVersion, RolloutId, Term};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -24,13 +24,15 @@ pub struct RolloutFacts {
     pub written: BTreeSet<NodeIx>,
     /// Nodes that had it durably until their disk was lost, or rotted there.
     pub destroyed: BTreeSet<NodeIx>,
-    /// Consumed by this version, first seen.
-    pub consumed_by: Option<PolicyVersion>,
+    /// Consumed by these versions: by at most one of each history.
+    pub consumed_by: BTreeSet<PolicyVersion>,
 }
 
 /// A committed step as first seen.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepFacts {
+    /// The version that it was trained from.
+    pub parent: PolicyVersion,
     /// Its term.
     pub term: Term,
     /// Hash of its weights.
@@ -56,6 +58,10 @@ pub struct Oracle {
     pub served: BTreeMap<(NodeIx, ModelName), PolicyVersion>,
     /// Newest version applied, by node and model.
     pub applied: BTreeMap<(NodeIx, ModelName), PolicyVersion>,
+    /// The line that each node is in, by node and model.
+    pub lineages: BTreeMap<(NodeIx, ModelName), Lineage>,
+    /// What disks say of consumed rollouts. After a power failure a node's are unknown until it writes them again.
+    pub marks: BTreeMap<NodeIx, BTreeMap<RolloutId, PolicyVersion>>,
     /// Terms in which some node led.
     led: BTreeSet<(ModelName, Term)>,
     /// Counts for people.
@@ -82,11 +88,34 @@ pub struct Counts {
 }
 
 impl Oracle {
-    /// The newest committed version of `model`.
+    /// The line of `model` that a node is in; that of the model's creation as long as it is in none.
+    #[must_use]
+    pub fn lineage_of(&self, node: NodeIx, model: &ModelName) -> Lineage {
+        self.lineages.get(&(node, model.clone())).cloned().unwrap_or_default()
+    }
+    /// The greatest line of `model` among the nodes that are up: the one that must be everyone's once all meet.
+    #[must_use]
+    pub fn lineage(&self, model: &ModelName) -> Lineage {
+        let lines = self.up.iter().map(|node| self.lineage_of(*node, model));
+        lines.max_by_key(|l| l.line).unwrap_or_default()
+    }
+    /// The newest version of `model` committed in that line.
     #[must_use]
     pub fn newest(&self, model: &ModelName) -> PolicyVersion {
+        let lineage = self.lineage(model);
         let all = (model.clone(), PolicyVersion(0))..=(model.clone(), PolicyVersion(u64::MAX));
-        self.steps.range(all).next_back().map_or(PolicyVersion(0), |((_, v), _)| *v)
+        let mut steps = self.steps.range(all).rev().map(|((_, v), _)| *v);
+        steps.find(|v| lineage.contains(*v)).unwrap_or_default()
+    }
+    /// Whether `late` goes back to `early`, or is it.
+    #[must_use]
+    pub fn descends(&self, model: &ModelName, late: PolicyVersion, early: PolicyVersion) -> bool {
+        let mut at = late;
+        while at.mark() != early.mark() && at.steps() > early.steps() {
+            let Some(step) = self.steps.get(&(model.clone(), at)) else { return false };
+            at = step.parent;
+        }
+        at.mark() == early.mark() && at >= early
     }
     /// Hash of the weights of a version.
     #[must_use]
@@ -112,7 +141,11 @@ impl Oracle {
                         self.rollouts.entry(id).or_default().written.remove(node);
                     }
                 }
+                if *power_loss || *disk_lost {
+                    self.marks.remove(node);
+                }
                 if *disk_lost {
+                    self.lineages.retain(|(n, _), _| n != node);
                     self.applied.retain(|(n, _), _| n != node);
                     for facts in self.rollouts.values_mut() {
                         if facts.durable.remove(node) {
@@ -122,19 +155,28 @@ impl Oracle {
                 }
             }
             Event::Fault { begins: true, .. } => self.counts.faults += 1,
-            Event::Applied { node, model, version, term, weights, consumed, .. } => {
+            Event::Entered { node, model, lineage } => {
+                self.lineages.insert((*node, model.clone()), lineage.clone());
+            }
+            Event::MarkedConsumed { node, rollout, version } => {
+                self.marks.entry(*node).or_default().insert(*rollout, *version);
+            }
+            Event::Unmarked { node, rollout } => {
+                self.marks.entry(*node).or_default().remove(rollout);
+            }
+            Event::Applied { node, model, parent, version, term, weights, consumed, .. } => {
                 self.applied.insert((*node, model.clone()), *version);
                 for id in consumed {
                     let facts = self.rollouts.entry(*id).or_default();
-                    if facts.consumed_by.is_none() {
-                        facts.consumed_by = Some(*version);
+                    if facts.consumed_by.is_empty() {
                         self.counts.consumed += 1;
                     }
+                    facts.consumed_by.insert(*version);
                 }
                 let counts = &mut self.counts;
                 self.steps.entry((model.clone(), *version)).or_insert_with(|| {
                     counts.steps += 1;
-                    StepFacts { term: *term, weights: *weights, consumed: consumed.clone() }
+                    StepFacts { parent: *parent, term: *term, weights: *weights, consumed: consumed.clone() }
                 });
             }
             Event::Stored { node, rollout } => {
@@ -183,7 +225,6 @@ impl Oracle {
             Event::Fault { .. }
             | Event::Healed
             | Event::Leads { .. }
-            | Event::MarkedConsumed { .. }
             | Event::Released { .. }
             | Event::Gauge { .. }
             | Event::Waits { .. } => {}

@@ -3,7 +3,7 @@
 use crate::event::Event;
 use crate::oracle::Counts;
 use crate::scenario::Scenario;
-use crate::sim::{Ended, Load, Recorded, Violation, World};
+use crate::sim::{Ended, LeftOut, Load, Recorded, Violation, World};
 use serde::Serialize;
 use starling_core::memory_network::{MessageKind, NodeCounters};
 use starling_protocol::Hash;
@@ -36,14 +36,18 @@ pub struct Outcome {
     pub virtual_time: Duration,
     /// From the heal to convergence, if it came.
     pub healed_in: Option<Duration>,
-    /// From a death to all others knowing it, in a membership scenario.
+    /// From a death that lasted to all others knowing it, if they came to.
     pub detected_in: Option<Duration>,
     /// What a node sends in a second of the quiet time before the first fault.
     pub steady: Option<Load>,
     /// What passed through each node.
     pub traffic: Vec<Traffic>,
-    /// Everything that happened, if it was to be kept.
+    /// What a node sent in a second, over the whole run: joining, faults and healing too.
+    pub whole_run: Option<Load>,
+    /// What happened, if it was to be kept.
     pub record: Vec<(Duration, Event)>,
+    /// What of it there was no room for.
+    pub left_out: LeftOut,
     /// Names of the nodes, by their number in events.
     pub names: Vec<String>,
 }
@@ -112,7 +116,9 @@ fn run_after(scenario: &Arc<Scenario>, seed: u64, keep: bool, prepare: impl FnOn
             detected_in: None,
             steady: None,
             traffic: Vec::new(),
+            whole_run: None,
             record: Vec::new(),
+            left_out: LeftOut::default(),
             names: Vec::new(),
         },
     }
@@ -124,14 +130,14 @@ fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
 }
 
 fn outcome(scenario: String, seed: u64, ended: Ended) -> Outcome {
-    let Recorded { events, messages, trace, oracle, mut violations, kept } = ended.recorded;
+    let Recorded { events, messages, trace, oracle, mut violations, kept, left_out } = ended.recorded;
     // What all disks together say in the end, whatever the events said before.
     if violations.is_empty()
         && let Some(audit) = ended.audit.filter(|a| !a.is_clean())
     {
         let conflict = format!(
-            "lost {:?}, consumed twice {:?}, forked versions {:?}",
-            audit.lost, audit.consumed_twice, audit.forked_versions
+            "lost {:?}, consumed twice {:?}, forked versions {:?}, of deposed leaders {:?}",
+            audit.lost, audit.consumed_twice, audit.forked_versions, audit.deposed
         );
         let at_s = ended.virtual_time.as_secs_f64();
         violations.push(Violation { invariant: "the audit of all disks", at_s, event: events, conflict });
@@ -148,10 +154,20 @@ fn outcome(scenario: String, seed: u64, ended: Ended) -> Outcome {
         healed_in: ended.healed_in,
         detected_in: ended.detected_in,
         steady: ended.steady,
+        whole_run: whole_run(&ended.traffic, ended.virtual_time),
         traffic: ended.traffic.into_iter().map(Traffic::from).collect(),
         record: kept,
+        left_out,
         names: ended.names,
     }
+}
+
+fn whole_run(traffic: &[NodeCounters], lasted: Duration) -> Option<Load> {
+    let sent = |c: &NodeCounters| (c.messages_sent, c.bytes_sent);
+    let (messages, bytes) = traffic.iter().map(sent).fold((0, 0), |(a, b), (m, n)| (a + m, b + n));
+    #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
+    let per = |sum: u64| sum as f64 / (traffic.len() as f64 * lasted.as_secs_f64());
+    (messages > 0 && !lasted.is_zero()).then(|| Load { messages: per(messages), bytes: per(bytes) })
 }
 
 /// Runs every (scenario, seed) of `plan` on `threads` threads, and tells each outcome as it comes. Stops early when

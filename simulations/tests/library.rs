@@ -1,7 +1,7 @@
 //! The library under fixed seeds: every promise holds, and every run replays.
 
 use starling_simulations::scenario::library;
-use starling_simulations::{replays, run_all};
+use starling_simulations::{Scenario, replays, run_all};
 use std::sync::Arc;
 
 /// Seeds that every scenario runs with here; `starling sim --seeds 1..2000` by hand goes further.
@@ -11,9 +11,16 @@ const SEEDS: std::ops::RangeInclusive<u64> = 1..=3;
 /// token trains, which is never stale.
 const FOUND: [(&str, u64); 2] = [("drawn", 981), ("drawn", 1093)];
 
+/// The library, or those of it that `SIM_SCENARIOS` names, with commas: for work on one of them.
+fn scenarios() -> Vec<Arc<Scenario>> {
+    let only = std::env::var("SIM_SCENARIOS").ok();
+    let wanted = |s: &Arc<Scenario>| only.as_ref().is_none_or(|o| o.split(',').any(|name| name == s.name));
+    library::all().into_iter().filter(wanted).collect()
+}
+
 #[test]
 fn every_scenario_keeps_every_promise() {
-    let scenarios = library::all();
+    let scenarios = scenarios();
     let mut plan: Vec<_> = SEEDS.flat_map(|seed| scenarios.iter().map(move |s| (Arc::clone(s), seed))).collect();
     for (name, seed) in FOUND {
         plan.extend(scenarios.iter().filter(|s| s.name == name).map(|s| (Arc::clone(s), seed)));
@@ -39,7 +46,7 @@ fn every_scenario_keeps_every_promise() {
 
 #[test]
 fn a_seed_replays() {
-    for s in library::all().iter().step_by(5) {
+    for s in scenarios().iter().step_by(5) {
         let (first, second) = replays(s, 3);
         assert_eq!(first, second, "{} seed 3", s.name);
     }

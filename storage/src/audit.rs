@@ -7,7 +7,7 @@ use crate::acknowledged::all_acknowledged;
 use crate::error::StoreError;
 use crate::rollouts::get_rollout;
 use crate::schema::{hash_at_end, hex, successor};
-use crate::steps::all_steps;
+use crate::steps::{StoredStep, all_steps};
 use crate::store::{Family, SharedStore, Store};
 use starling_protocol::control::StepCommitted;
 use starling_protocol::{Hash, ModelName, PolicyVersion, RolloutId};
@@ -29,9 +29,9 @@ pub struct CorruptValue {
     pub reason: String,
 }
 
-/// Two stores with different steps to one version of one model.
+/// A version of a model whose step breaks a promise.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct ForkedVersion {
+pub struct ModelVersion {
     /// The model.
     pub model: ModelName,
     /// The version.
@@ -51,13 +51,15 @@ pub struct AuditReport {
     pub held: usize,
     /// Rollouts consumed by some step.
     pub consumed: usize,
-    /// Rollouts in the consumed list of more than one step, or twice in one, with the models and versions.
-    /// Must be empty.
+    /// Rollouts in the consumed list of more than one step of a line, or twice in one, with the models and versions.
+    /// Must be empty. Two lines that went apart may each consume a rollout: one of them was given up.
     pub consumed_twice: Vec<(RolloutId, Vec<(ModelName, PolicyVersion)>)>,
     /// Steps, each model and version once.
     pub steps: usize,
-    /// Versions with more than one step. Must be empty, unless a new generation was opened.
-    pub forked_versions: Vec<ForkedVersion>,
+    /// Versions with more than one step. Must be empty: lines that went apart share no number.
+    pub forked_versions: Vec<ModelVersion>,
+    /// Steps that stand in a log entry of another term than their own: a deposed leader's. Must be empty (I6).
+    pub deposed: Vec<ModelVersion>,
     /// Copies and rows that are not what was written; another store may have a good one.
     pub corrupt: Vec<CorruptValue>,
 }
@@ -66,7 +68,10 @@ impl AuditReport {
     /// Whether every promise held. Corrupt copies that were detected do not break one.
     #[must_use]
     pub fn is_clean(&self) -> bool {
-        self.lost.is_empty() && self.consumed_twice.is_empty() && self.forked_versions.is_empty()
+        self.lost.is_empty()
+            && self.consumed_twice.is_empty()
+            && self.forked_versions.is_empty()
+            && self.deposed.is_empty()
     }
 }
 
@@ -90,13 +95,19 @@ pub fn audit(
             held.insert(id);
         })?;
         hash_all(at, store, Family::Blobs, &mut report.corrupt, |_| {})?;
-        for (model, step) in tolerate(at, all_steps(store), &mut report.corrupt)?.unwrap_or_default() {
+        for (model, row) in tolerate(at, all_steps(store), &mut report.corrupt)?.unwrap_or_default() {
+            let StoredStep { step, logged } = row;
+            if step.term != logged {
+                report.deposed.push(ModelVersion { model: model.clone(), version: step.version });
+            }
             let variants = steps.entry((model, step.version)).or_default();
             if !variants.contains(&step) {
                 variants.push(step);
             }
         }
     }
+    report.deposed.sort_unstable();
+    report.deposed.dedup();
     report.acknowledged = promised.len();
     report.held = held.len();
     report.steps = steps.len();
@@ -123,7 +134,7 @@ fn audit_steps(
     let mut uses: BTreeMap<RolloutId, Vec<(ModelName, PolicyVersion)>> = BTreeMap::new();
     for ((model, version), variants) in steps {
         if variants.len() > 1 {
-            report.forked_versions.push(ForkedVersion { model: model.clone(), version: *version });
+            report.forked_versions.push(ModelVersion { model: model.clone(), version: *version });
         }
         // Variants of one step may well agree on a rollout: the most uses in any of them count.
         let mut most: BTreeMap<RolloutId, usize> = BTreeMap::new();
@@ -144,8 +155,38 @@ fn audit_steps(
     }
     report.consumed = uses.len();
     let consumed = uses.keys().copied().collect();
-    report.consumed_twice = uses.into_iter().filter(|(_, versions)| versions.len() > 1).collect();
+    report.consumed_twice = uses.into_iter().filter(|(_, by)| is_twice(by, steps)).collect();
     consumed
+}
+
+/// Whether two of the steps `by` stand in one history.
+fn is_twice(
+    by: &[(ModelName, PolicyVersion)],
+    steps: &BTreeMap<(ModelName, PolicyVersion), Vec<StepCommitted>>,
+) -> bool {
+    by.iter()
+        .enumerate()
+        .any(|(i, a)| by[i + 1..].iter().any(|b| a.0 != b.0 || descends(a, b.1, steps) || descends(b, a.1, steps)))
+}
+
+/// Whether the step `late` goes back to the step to `early`, by the parents that the steps name.
+fn descends(
+    late: &(ModelName, PolicyVersion),
+    early: PolicyVersion,
+    steps: &BTreeMap<(ModelName, PolicyVersion), Vec<StepCommitted>>,
+) -> bool {
+    let mut at = late.clone();
+    loop {
+        if at.1.mark() == early.mark() {
+            return at.1 >= early;
+        }
+        if at.1.steps() <= early.steps() {
+            return false;
+        }
+        // Of a step that no store has any more, the one before it is likely of the same line.
+        let parent = steps.get(&at).and_then(|variants| variants.first()).map(|s| s.parent);
+        at.1 = parent.unwrap_or(PolicyVersion(at.1.0 - 1));
+    }
 }
 
 /// A scan that ended at a corrupt block may have missed a good copy behind it.

@@ -37,6 +37,29 @@ pub fn put_new_blobs(store: &dyn Store, blobs: Vec<(Hash, Vec<u8>)>, durability:
     store.write(batch, durability)
 }
 
+/// As [`put_new_blobs`], but past the log: for many chunks, which are then written once and not twice. They count as
+/// missing until [`settle_blobs`] says that they are here, and may be gone with the process before.
+///
+/// # Errors
+/// As [`Store::write`].
+pub fn put_unsettled_blobs(store: &dyn Store, blobs: Vec<(Hash, Vec<u8>)>) -> Result<(), StoreError> {
+    store.put_unlogged(Family::Blobs, blobs.into_iter().map(|(hash, bytes)| (hash.0.to_vec(), bytes)).collect())
+}
+
+/// Makes blobs durable that [`put_unsettled_blobs`] took, each with its length in bytes; from now on they are here.
+///
+/// # Errors
+/// As [`Store::write`]; the call may be repeated.
+pub fn settle_blobs(store: &dyn Store, blobs: &[(Hash, u64)]) -> Result<(), StoreError> {
+    // The index last: it must not name what a crash may take away.
+    store.settle(Family::Blobs)?;
+    let mut batch = Batch::new();
+    for (hash, len_bytes) in blobs {
+        batch.put(Family::BlobIndex, hash.0, len_bytes.to_be_bytes());
+    }
+    store.write(batch, Durability::Synced)
+}
+
 /// The blob, whose hash was checked just now.
 ///
 /// # Errors

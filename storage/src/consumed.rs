@@ -14,6 +14,13 @@ pub fn mark_consumed(batch: &mut Batch, ids: impl IntoIterator<Item = RolloutId>
     }
 }
 
+/// Adds to `batch` that `ids` are not consumed: the line whose steps consumed them was left.
+pub fn unmark_consumed(batch: &mut Batch, ids: impl IntoIterator<Item = RolloutId>) {
+    for id in ids {
+        batch.delete(Family::Consumed, id.0);
+    }
+}
+
 /// The version whose step consumed a rollout, as far as this store knows.
 ///
 /// # Errors

@@ -269,8 +269,8 @@ fn check_records(store: &dyn Store, report: &mut FsckReport) -> Result<(), Store
         }
     };
     let read_consumed = all_steps(store).and_then(|steps| {
-        for (_, step) in steps {
-            for id in step.consumed {
+        for (_, row) in steps {
+            for id in row.step.consumed {
                 is_consumed(store, id)?;
             }
         }

@@ -12,6 +12,7 @@
 //! | [`rollouts`] | sealed envelopes, indexed by job | blake3 of the envelope |
 //! | [`consumed`] | which step used a rollout up | rollout id |
 //! | [`acknowledged`] | what this gateway promised to keep | rollout id |
+//! | [`mod@store_id`] | which store this is | |
 //! | [`quarantine`] | what was found corrupt | family, key |
 //! | [`steps`] | committed steps, for audits | model, version |
 //! | [`raft_log`] | log and metadata of a Raft group | model, index |
@@ -39,6 +40,7 @@ pub mod schema;
 pub mod stat;
 pub mod steps;
 pub mod store;
+pub mod store_id;
 #[doc(hidden)]
 pub mod suite;
 

@@ -18,11 +18,14 @@ pub enum RaftMeta {
     AppliedState,
     /// The newest snapshot.
     Snapshot,
+    /// The line of the group that this node is in, with those before it; absent in generation 0.
+    Lineage,
 }
 
 impl RaftMeta {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Vote, Self::Committed, Self::LastPurged, Self::AppliedState, Self::Snapshot];
+    pub const ALL: [Self; 6] =
+        [Self::Vote, Self::Committed, Self::LastPurged, Self::AppliedState, Self::Snapshot, Self::Lineage];
 
     /// Its name in the key.
     #[must_use]
@@ -33,6 +36,7 @@ impl RaftMeta {
             Self::LastPurged => "last_purged",
             Self::AppliedState => "applied_state",
             Self::Snapshot => "snapshot",
+            Self::Lineage => "lineage",
         }
     }
 }
@@ -163,10 +167,19 @@ impl RaftLog {
     /// As [`Store::write`].
     pub fn delete_all(&self, durability: Durability) -> Result<(), StoreError> {
         let mut batch = Batch::new();
-        for family in [Family::RaftLog, Family::RaftMeta] {
-            batch.delete_range(family, model_prefix(&self.group), self.end());
-        }
+        self.delete_all_in(&mut batch);
         self.store.write(batch, durability)
+    }
+
+    /// Adds the removal of log and metadata to a batch that puts another line's in their place.
+    pub fn delete_all_in(&self, batch: &mut Batch) {
+        self.delete_log_in(batch);
+        batch.delete_range(Family::RaftMeta, model_prefix(&self.group), self.end());
+    }
+
+    /// Adds the removal of all entries to a batch.
+    pub fn delete_log_in(&self, batch: &mut Batch) {
+        batch.delete_range(Family::RaftLog, model_prefix(&self.group), self.end());
     }
 
     fn end(&self) -> Vec<u8> {

@@ -225,6 +225,20 @@ impl RocksStore {
         Ok(())
     }
 
+    fn write_with(&self, batch: Batch, write_options: &WriteOptions) -> Result<(), StoreError> {
+        self.check_disk(&batch)?;
+        let mut rocks_batch = WriteBatch::default();
+        for op in batch.ops() {
+            match op {
+                Op::Put(family, key, value) => rocks_batch.put_cf(self.family(*family), key, value),
+                Op::Delete(family, key) => rocks_batch.delete_cf(self.family(*family), key),
+                Op::DeleteRange(family, from, to) => rocks_batch.delete_range_cf(self.family(*family), from, to),
+            }
+        }
+        drop(batch);
+        self.db.write_opt(rocks_batch, write_options).map_err(|e| self.write_error("write", e))
+    }
+
     /// What the store takes up, at most [`MEASURED_FOR`] old.
     fn used_bytes(&self) -> Result<u64, StoreError> {
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
@@ -353,19 +367,32 @@ impl Store for RocksStore {
                 Durability::Buffered => Ok(()),
             };
         }
-        self.check_disk(&batch)?;
-        let mut rocks_batch = WriteBatch::default();
-        for op in batch.ops() {
-            match op {
-                Op::Put(family, key, value) => rocks_batch.put_cf(self.family(*family), key, value),
-                Op::Delete(family, key) => rocks_batch.delete_cf(self.family(*family), key),
-                Op::DeleteRange(family, from, to) => rocks_batch.delete_range_cf(self.family(*family), from, to),
-            }
-        }
-        drop(batch);
         let mut write_options = WriteOptions::default();
         write_options.set_sync(durability == Durability::Synced);
-        self.db.write_opt(rocks_batch, &write_options).map_err(|e| self.write_error("write", e))
+        self.write_with(batch, &write_options)
+    }
+
+    fn put_unlogged(&self, family: Family, pairs: Vec<KeyValue>) -> Result<(), StoreError> {
+        if self.read_only {
+            return Err(StoreError::ReadOnly { path: self.path.clone() });
+        }
+        let mut batch = Batch::new();
+        for (key, value) in pairs {
+            batch.put(family, key, value);
+        }
+        let mut write_options = WriteOptions::default();
+        write_options.disable_wal(true);
+        self.write_with(batch, &write_options)
+    }
+
+    fn settle(&self, family: Family) -> Result<(), StoreError> {
+        if self.read_only {
+            return Err(StoreError::ReadOnly { path: self.path.clone() });
+        }
+        // RocksDB syncs the files that it makes of a write buffer, and the list of its files.
+        let mut flush_options = FlushOptions::default();
+        flush_options.set_wait(true);
+        self.db.flush_cf_opt(self.family(family), &flush_options).map_err(|e| self.write_error("settle", e))
     }
 
     fn scan(&self, family: Family, from: &[u8], to: Option<&[u8]>, limit: usize) -> Result<Vec<KeyValue>, StoreError> {

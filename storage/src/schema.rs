@@ -6,8 +6,9 @@
 use starling_protocol::ids::NAME_LEN_BYTES_MAX;
 use starling_protocol::{Hash, JobId, ModelName, PolicyVersion, RolloutId};
 
-/// Version of the layout on disk: 2 since `blob_index` and `quarantine`.
-pub const FORMAT_VERSION: u32 = 2;
+/// Version of the layout on disk: 3 since a step's row names its entry's term and the version that it was trained from,
+/// and a group its line.
+pub const FORMAT_VERSION: u32 = 3;
 
 /// Key of the format version in `Meta`.
 pub const FORMAT_KEY: &[u8] = b"format_version";
@@ -90,6 +91,15 @@ pub fn raft_meta_key(group: &ModelName, name: &str) -> Vec<u8> {
     key
 }
 
+/// Group and name of a key in `RaftMeta`; `None` if it is not one.
+#[must_use]
+pub fn split_raft_meta_key(key: &[u8]) -> Option<(ModelName, &str)> {
+    let (len, rest) = key.split_first()?;
+    let (group, name) = rest.split_at_checked(usize::from(*len))?;
+    let group = ModelName::new(std::str::from_utf8(group).ok()?).ok()?;
+    Some((group, std::str::from_utf8(name).ok()?))
+}
+
 fn numbered_key(model: &ModelName, number: u64) -> Vec<u8> {
     let mut key = model_prefix(model);
     key.extend_from_slice(&number.to_be_bytes());
@@ -137,7 +147,13 @@ mod tests {
         assert_eq!(split_job_rollout_key(&key), Some((JobId([0xaa; 16]), Hash([0xbb; 32]))));
         assert_eq!(split_job_rollout_key(&key[1..]), None);
         assert_eq!(hex(&quarantine_key("blobs", &[7, 8])), "05626c6f62730708");
-        assert_eq!((FORMAT_VERSION, FORMAT_KEY), (2, b"format_version".as_slice()));
+        assert_eq!((FORMAT_VERSION, FORMAT_KEY), (3, b"format_version".as_slice()));
+    }
+
+    #[test]
+    fn a_meta_key_splits_into_what_it_was_made_of() {
+        assert_eq!(split_raft_meta_key(&raft_meta_key(&model("m/1"), "lineage")), Some((model("m/1"), "lineage")));
+        assert_eq!(split_raft_meta_key(b"\x05ab"), None);
     }
 
     #[test]

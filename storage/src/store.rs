@@ -182,6 +182,28 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// Only after the last may the batch be there, as a whole, after a restart.
     fn write(&self, batch: Batch, durability: Durability) -> Result<(), StoreError>;
 
+    /// Puts large values without the log, so that they are written once and not twice: until [`Store::settle`] they may be gone
+    /// with the process, each on its own. Nothing may point to them before.
+    ///
+    /// # Errors
+    /// As [`Store::write`].
+    fn put_unlogged(&self, family: Family, pairs: Vec<KeyValue>) -> Result<(), StoreError> {
+        let mut batch = Batch::new();
+        for (key, value) in pairs {
+            batch.put(family, key, value);
+        }
+        self.write(batch, Durability::Buffered)
+    }
+
+    /// Makes what was put into `family` by [`Store::put_unlogged`] before durable.
+    ///
+    /// # Errors
+    /// As [`Store::write`].
+    fn settle(&self, family: Family) -> Result<(), StoreError> {
+        let _all_families_share_one_log = family;
+        self.write(Batch::new(), Durability::Synced)
+    }
+
     /// The first `limit` pairs with `from <= key < to`, ascending; `None` means up to the last key.
     ///
     /// # Errors
@@ -231,6 +253,12 @@ impl<S: Store + ?Sized> Store for Arc<S> {
     }
     fn write(&self, batch: Batch, durability: Durability) -> Result<(), StoreError> {
         (**self).write(batch, durability)
+    }
+    fn put_unlogged(&self, family: Family, pairs: Vec<KeyValue>) -> Result<(), StoreError> {
+        (**self).put_unlogged(family, pairs)
+    }
+    fn settle(&self, family: Family) -> Result<(), StoreError> {
+        (**self).settle(family)
     }
     fn scan(&self, family: Family, from: &[u8], to: Option<&[u8]>, limit: usize) -> Result<Vec<KeyValue>, StoreError> {
         (**self).scan(family, from, to, limit)

@@ -8,20 +8,20 @@
 use crate::acknowledged::{Acknowledged, acknowledged, all_acknowledged, record_acknowledged};
 use crate::blobs::{
     delete_blobs, get_blob, has_blob, list_blobs, missing_chunks, put_blob, put_manifest_bytes, put_new_blobs,
-    read_manifest,
+    put_unsettled_blobs, read_manifest, settle_blobs,
 };
-use crate::consumed::{all_consumed, is_consumed, mark_consumed};
+use crate::consumed::{all_consumed, is_consumed, mark_consumed, unmark_consumed};
 use crate::quarantine::{quarantine_blob, quarantine_rollout, quarantined};
 use crate::raft_log::{RaftLog, RaftMeta, groups};
 use crate::rollouts::{
     count, delete_rollouts, get_rollout, has_rollout, list_all, list_unconsumed, page, put_rollouts,
 };
-use crate::steps::{all_steps, newest, put_step, step, steps};
+use crate::steps::{all_steps, delete_step, newest, put_step, step, steps};
 use crate::store::{Batch, Durability, Family, SharedStore, Store};
 use crate::{StoreError, audit};
 use starling_protocol::control::{StepCommitted, StepMetrics};
 use starling_protocol::manifest::{CHUNK_LEN_BYTES, Manifest, ManifestError};
-use starling_protocol::{Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term, Timestamp};
+use starling_protocol::{Hash, JobId, Lineage, ModelName, NodeId, PolicyVersion, RolloutId, Term, Timestamp};
 
 use Durability::{Buffered, Synced};
 
@@ -61,6 +61,7 @@ pub const CHECKS: &[Check] = &[
     ("raft_groups_do_not_touch_each_other", raft_groups_do_not_touch_each_other),
     ("audit_finds_each_planted_fault", audit_finds_each_planted_fault),
     ("audit_of_a_healthy_store_is_clean", audit_of_a_healthy_store_is_clean),
+    ("lines_that_went_apart_may_each_consume_a_rollout", lines_that_went_apart_may_each_consume_a_rollout),
 ];
 
 fn put(store: &dyn Store, family: Family, key: &[u8], value: &[u8]) {
@@ -96,6 +97,7 @@ pub fn example_step(version: u64, consumed: Vec<RolloutId>) -> StepCommitted {
     StepCommitted {
         job: JobId([7; 16]),
         term: Term(1),
+        parent: PolicyVersion(version.saturating_sub(1)),
         version: PolicyVersion(version),
         weights: Manifest::of(&noise(version, 100)),
         weights_delta: None,
@@ -355,6 +357,14 @@ fn unconsumed_lists_page_through(store: SharedStore) {
     assert_eq!(list_unconsumed(&store, job, None, 0).unwrap(), []);
     assert_eq!(is_consumed(&store, used[0]).unwrap(), Some(PolicyVersion(5)));
     assert_eq!(is_consumed(&store, left[0]).unwrap(), None);
+    let mut batch = Batch::new();
+    unmark_consumed(&mut batch, used[..2].iter().copied());
+    store.write(batch, Synced).unwrap();
+    assert_eq!(is_consumed(&store, used[0]).unwrap(), None);
+    assert_eq!(list_unconsumed(&store, job, None, usize::MAX).unwrap().len(), left.len() + 2);
+    let mut batch = Batch::new();
+    mark_consumed(&mut batch, used[..2].iter().copied(), PolicyVersion(5));
+    store.write(batch, Synced).unwrap();
     let marked: Vec<_> = used.iter().map(|id| (*id, PolicyVersion(5))).collect();
     assert_eq!(all_consumed(&store).unwrap(), marked);
     assert_eq!(count(&store, job).unwrap(), 1300);
@@ -374,7 +384,7 @@ fn some_rollouts(store: &dyn Store) -> Vec<(JobId, RolloutId)> {
     for (version, at) in [(1, 0), (2, 5)] {
         let consumed = vec![all[at].1, all[at + 1].1];
         mark_consumed(&mut batch, consumed.clone(), PolicyVersion(version));
-        put_step(&mut batch, &name("m"), &example_step(version, consumed));
+        put_step(&mut batch, &name("m"), &example_step(version, consumed), Term(1));
     }
     store.write(batch, Synced).unwrap();
     all
@@ -416,7 +426,11 @@ fn a_consumed_and_deleted_rollout_is_not_lost(store: SharedStore) {
 fn the_blob_index_follows_the_blobs(store: SharedStore) {
     let m = put_manifest_bytes(&store, &noise(9, 2 * CHUNK_LEN_BYTES + 5)).unwrap();
     let one = put_blob(&store, b"one", Synced).unwrap();
-    put_new_blobs(&store, vec![(Hash::of(b"two"), b"two".to_vec())], Synced).unwrap();
+    put_new_blobs(&store, vec![(Hash::of(b"three"), b"three".to_vec())], Synced).unwrap();
+    delete_blobs(&store, [Hash::of(b"three")]).unwrap();
+    put_unsettled_blobs(&store, vec![(Hash::of(b"two"), b"two".to_vec())]).unwrap();
+    assert!(!has_blob(&store, Hash::of(b"two")).unwrap(), "a crash may still take it away");
+    settle_blobs(&store, &[(Hash::of(b"two"), 3)]).unwrap();
     let mut expected: Vec<(Hash, u64)> = vec![(one, 3), (Hash::of(b"two"), 3), (m.chunks[2], 5)];
     expected.extend(m.chunks[..2].iter().map(|c| (*c, CHUNK_LEN_BYTES as u64)));
     expected.sort_unstable();
@@ -470,9 +484,9 @@ fn steps_are_ordered_by_version_and_model(store: SharedStore) {
     assert_eq!(newest(&store, &a).unwrap(), None);
     let mut batch = Batch::new();
     for version in [300, 1, 2, 256] {
-        put_step(&mut batch, &a, &example_step(version, vec![]));
+        put_step(&mut batch, &a, &example_step(version, vec![]), Term(1));
     }
-    put_step(&mut batch, &ab, &example_step(999, vec![Hash([1; 32])]));
+    put_step(&mut batch, &ab, &example_step(999, vec![Hash([1; 32])]), Term(1));
     store.write(batch, Synced).unwrap();
     let versions = |m| steps(&store, m).unwrap().iter().map(|s| s.version.0).collect::<Vec<_>>();
     assert_eq!(versions(&a), [1, 2, 256, 300]);
@@ -483,6 +497,10 @@ fn steps_are_ordered_by_version_and_model(store: SharedStore) {
     assert_eq!(step(&store, &a, PolicyVersion(2)).unwrap(), Some(example_step(2, vec![])));
     assert_eq!(step(&store, &a, PolicyVersion(3)).unwrap(), None);
     assert_eq!(all_steps(&store).unwrap().len(), 5);
+    let mut batch = Batch::new();
+    delete_step(&mut batch, &a, PolicyVersion(256));
+    store.write(batch, Synced).unwrap();
+    assert_eq!(versions(&a), [1, 2, 300]);
 }
 
 fn a_corrupt_step_is_an_error(store: SharedStore) {
@@ -562,13 +580,14 @@ fn audit_finds_each_planted_fault(store: SharedStore) {
 
     let (m, n) = (name("m"), name("n"));
     let mut batch = Batch::new();
-    put_step(&mut batch, &m, &example_step(1, ids[0..3].to_vec()));
-    put_step(&mut batch, &m, &example_step(2, vec![ids[3], ids[4], ids[3]]));
+    put_step(&mut batch, &m, &example_step(1, ids[0..3].to_vec()), Term(1));
+    put_step(&mut batch, &m, &example_step(2, vec![ids[3], ids[4], ids[3]]), Term(1));
     store.write(batch, Synced).unwrap();
     let mut batch = Batch::new();
-    put_step(&mut batch, &m, &example_step(1, ids[0..3].to_vec()));
-    put_step(&mut batch, &m, &example_step(2, vec![ids[4], ids[5]]));
-    put_step(&mut batch, &n, &example_step(1, vec![ids[0]]));
+    put_step(&mut batch, &m, &example_step(1, ids[0..3].to_vec()), Term(1));
+    put_step(&mut batch, &m, &example_step(2, vec![ids[4], ids[5]]), Term(1));
+    // A step of term 1 in an entry of term 2.
+    put_step(&mut batch, &n, &example_step(1, vec![ids[0]]), Term(2));
     second.write(batch, Synced).unwrap();
 
     let report = audit(&[store.clone(), second], [ids[11], ids[0]]).unwrap();
@@ -578,10 +597,40 @@ fn audit_finds_each_planted_fault(store: SharedStore) {
     assert_eq!((report.steps, report.consumed), (3, 6));
     let v = |model: &ModelName, version| (model.clone(), PolicyVersion(version));
     assert_eq!(report.consumed_twice, [(ids[0], vec![v(&m, 1), v(&n, 1)]), (ids[3], vec![v(&m, 2), v(&m, 2)])]);
-    assert_eq!(report.forked_versions, [audit::ForkedVersion { model: m, version: PolicyVersion(2) }]);
+    assert_eq!(report.forked_versions, [audit::ModelVersion { model: m, version: PolicyVersion(2) }]);
+    assert_eq!(report.deposed, [audit::ModelVersion { model: n, version: PolicyVersion(1) }]);
     let corrupt: Vec<_> = report.corrupt.iter().map(|c| (c.store, c.family, c.key.clone())).collect();
     assert_eq!(corrupt, [9, 10].map(|i| (0, Family::Rollouts, ids[i].to_string())));
     assert!(!report.is_clean());
+}
+
+fn lines_that_went_apart_may_each_consume_a_rollout(store: SharedStore) {
+    let m = name("m");
+    let ids: Vec<RolloutId> = (0..3).map(|n| Hash([n; 32])).collect();
+    let line = |n: u8| Lineage::default().opened(PolicyVersion(1), 0, 1, NodeId([n; 32])).unwrap();
+    let step = |line: &Lineage, parent: PolicyVersion, consumed: &[RolloutId]| {
+        let version = line.next(parent);
+        StepCommitted { parent, version, ..example_step(version.0, consumed.to_vec()) }
+    };
+    let (a, b) = (line(1), line(2));
+    let mut batch = Batch::new();
+    put_step(&mut batch, &m, &example_step(1, vec![ids[0]]), Term(1));
+    // Beyond the fork, and in two lines from it.
+    put_step(&mut batch, &m, &example_step(2, vec![ids[1]]), Term(1));
+    put_step(&mut batch, &m, &step(&a, PolicyVersion(1), &[ids[1]]), Term(1));
+    put_step(&mut batch, &m, &step(&b, PolicyVersion(1), &[ids[1], ids[2]]), Term(1));
+    store.write(batch, Synced).unwrap();
+    let report = audit(&[store.clone()], []).unwrap();
+    assert!(report.is_clean(), "{report:?}");
+    assert_eq!((report.steps, report.consumed), (4, 3));
+    // Twice in one history: before the fork and after it.
+    let again = step(&b, b.line.version(2), &[ids[0]]);
+    let mut batch = Batch::new();
+    put_step(&mut batch, &m, &again, Term(1));
+    store.write(batch, Synced).unwrap();
+    let report = audit(&[store], []).unwrap();
+    let by = [PolicyVersion(1), again.version].map(|v| (m.clone(), v)).to_vec();
+    assert_eq!(report.consumed_twice, [(ids[0], by)]);
 }
 
 fn audit_of_a_healthy_store_is_clean(store: SharedStore) {
@@ -592,7 +641,7 @@ fn audit_of_a_healthy_store_is_clean(store: SharedStore) {
     acknowledge(&store, &ids);
     for (chunk, version) in ids.chunks(8).zip(1..) {
         let mut batch = Batch::new();
-        put_step(&mut batch, &name("m"), &example_step(version, chunk.to_vec()));
+        put_step(&mut batch, &name("m"), &example_step(version, chunk.to_vec()), Term(1));
         mark_consumed(&mut batch, chunk.iter().copied(), PolicyVersion(version));
         store.write(batch, Synced).unwrap();
     }

@@ -58,10 +58,12 @@ fn interpreter(variable: &str, requirements: &str) -> anyhow::Result<PathBuf> {
 fn built(name: &str) -> anyhow::Result<PathBuf> {
     let folder = match std::env::var_os("STARLING_TEST_BIN") {
         Some(folder) => PathBuf::from(folder),
-        // target/release/deps/<test> → target/release
+        // target/release/deps/<test> and target/release/soak → target/release
         None => {
-            let test = std::env::current_exe().context("cannot find this test's binary")?;
-            test.ancestors().nth(2).context("the test's binary lies in target/<profile>/deps")?.to_owned()
+            let own = std::env::current_exe().context("cannot find this program's file")?;
+            let folder = own.parent().context("a program lies in a folder")?;
+            let profile = if folder.ends_with("deps") { folder.parent() } else { Some(folder) };
+            profile.context("a test's binary lies in target/<profile>/deps")?.to_owned()
         }
     };
     let path = folder.join(name);

@@ -18,6 +18,8 @@ pub struct Job {
     pub group_size: u32,
     /// Seconds until a silent episode goes to another.
     pub lease_ttl_s: u64,
+    /// The optimizer's moments are kept with every n-th step.
+    pub optimizer_state_every: u64,
     /// Seed of tasks and sampling.
     pub seed: u64,
     /// Folders under `tasks/`.
@@ -34,6 +36,7 @@ impl Job {
             groups_per_step: 1,
             group_size: 2,
             lease_ttl_s: 60,
+            optimizer_state_every: 1,
             seed: 1,
             sets: vec!["sums"],
         }
@@ -42,10 +45,11 @@ impl Job {
     /// The file's text.
     #[must_use]
     pub fn toml(&self) -> String {
-        let Self { name, steps, groups_per_step, group_size, lease_ttl_s, seed, sets } = self;
+        let Self { name, steps, groups_per_step, group_size, lease_ttl_s, optimizer_state_every, seed, sets } = self;
         let mut text = format!(
             "name = {name:?}\nseed = {seed}\nsteps = {steps}\ngroups_per_step = {groups_per_step}\n\
-             group_size = {group_size}\nlease_ttl_s = {lease_ttl_s}\n\n[model]\nname = {model:?}\n\n\
+             group_size = {group_size}\nlease_ttl_s = {lease_ttl_s}\n\
+             optimizer_state_every = {optimizer_state_every}\n\n[model]\nname = {model:?}\n\n\
              [sampling]\nmax_tokens = 24\n\n[trainer]\nlearning_rate = 1e-5\n",
             model = crate::MODEL,
         );

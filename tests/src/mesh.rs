@@ -6,11 +6,11 @@ use crate::network::Network;
 use crate::node::{Role, TestNode};
 use crate::seed::Seed;
 use crate::wait::until;
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use serde_json::Value;
 use std::ops::Index;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// All nodes must know each other within this time.
@@ -25,6 +25,8 @@ pub struct TestMesh {
     seed: Option<Seed>,
     nodes: Vec<TestNode>,
     ticket: Option<String>,
+    /// What every node gets besides its role.
+    arguments: Vec<String>,
     /// After the nodes: their processes end first.
     network: Option<Network>,
     passed: bool,
@@ -43,14 +45,30 @@ impl TestMesh {
     /// # Errors
     /// When it cannot be made.
     pub fn new(name: &str) -> anyhow::Result<Self> {
-        let root = tempfile::Builder::new().prefix(&format!("starling-{name}-")).tempdir()?;
-        Ok(Self { root: Some(root), seed: None, nodes: Vec::new(), ticket: None, network: None, passed: false })
+        Self::new_in(&std::env::temp_dir(), name)
+    }
+
+    /// An empty folder inside `parent`.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn new_in(parent: &Path, name: &str) -> anyhow::Result<Self> {
+        let root = tempfile::Builder::new().prefix(&format!("starling-{name}-")).tempdir_in(parent)?;
+        let (nodes, arguments) = (Vec::new(), Vec::new());
+        Ok(Self { root: Some(root), seed: None, nodes, ticket: None, arguments, network: None, passed: false })
     }
 
     /// The seed that a failure must show.
     #[must_use]
     pub fn seeded(mut self, seed: Seed) -> Self {
         self.seed = Some(seed);
+        self
+    }
+
+    /// Every node is started with `arguments` besides.
+    #[must_use]
+    pub fn with_arguments(mut self, arguments: &[&str]) -> Self {
+        self.arguments = arguments.iter().map(|a| (*a).to_owned()).collect();
         self
     }
 
@@ -96,7 +114,7 @@ impl TestMesh {
     /// When it is not up in time.
     pub async fn add_with_ticket(&mut self, name: &str, role: Role, ticket: Option<String>) -> anyhow::Result<usize> {
         let space = self.network.as_ref().map(|n| n.space(self.nodes.len()).clone());
-        let node = TestNode::new(self.root(), name, role, ticket, space)?;
+        let node = TestNode::new(self.root(), name, role, ticket, self.arguments.clone(), space)?;
         self.nodes.push(node);
         let i = self.nodes.len() - 1;
         self.start(i).await?;
@@ -123,6 +141,25 @@ impl TestMesh {
         self.nodes[i].kill()
     }
 
+    /// SIGTERM to node `i`; returns when it is gone.
+    ///
+    /// # Errors
+    /// When it had to be killed, or ended with a failure.
+    pub async fn stop(&mut self, i: usize) -> anyhow::Result<()> {
+        self.nodes[i].terminate();
+        self.nodes[i].ended().await
+    }
+
+    /// What happens when node `i` leaves for good: its folder, identity and store included, is deleted. When it starts
+    /// again, somebody new begins at its place.
+    ///
+    /// # Errors
+    /// When it runs, or the folder cannot be deleted.
+    pub fn erase(&self, i: usize) -> anyhow::Result<()> {
+        ensure!(!self[i].is_up(), "{} runs", self[i].name());
+        std::fs::remove_dir_all(self[i].data()).with_context(|| self[i].data().display().to_string())
+    }
+
     /// SIGTERM to all nodes; returns when they are gone.
     ///
     /// # Errors
@@ -144,6 +181,18 @@ impl TestMesh {
             Some(what) => bail!(what),
             None => Ok(()),
         }
+    }
+
+    /// Nodes that ended although nobody asked them to, each told once.
+    pub fn unexpected_exits(&mut self) -> Vec<(usize, String)> {
+        let mut found = Vec::new();
+        for (i, node) in self.nodes.iter_mut().enumerate() {
+            if let Some(what) = node.unexpected_exit() {
+                node.destroy();
+                found.push((i, what));
+            }
+        }
+        found
     }
 
     /// Waits until every running node sees every other one, with its record.
@@ -189,6 +238,73 @@ impl TestMesh {
         views
     }
 
+    /// The version that server `i` has.
+    ///
+    /// # Errors
+    /// When it does not answer, or knows of no version.
+    pub async fn version_of(&self, i: usize) -> anyhow::Result<u64> {
+        let view = self[i].admin(&format!("/models/{}", crate::MODEL)).await?;
+        view["version"].as_u64().context("a version")
+    }
+
+    /// Waits until node `i` knows all running ones and, as a server, has caught up with `version`.
+    ///
+    /// # Errors
+    /// When `limit` is over; says what it does.
+    pub async fn caught_up(&self, i: usize, version: u64, limit: Duration) -> anyhow::Result<()> {
+        let node = &self[i];
+        let up = self.nodes.iter().filter(|n| n.is_up()).count();
+        until(&format!("{} is back in the mesh", node.name()), limit, async || {
+            let status = node.admin("/status").await.map_err(|e| format!("{e:#}"))?;
+            let members = status["members"].as_array().map_or(0, Vec::len);
+            let has = status["models"][0]["version"].as_u64();
+            if members == up && (!node.is_server() || has >= Some(version)) {
+                Ok(())
+            } else {
+                Err(format!("{members} of {up} members, version {has:?} of {version}; {}", status["doing"]))
+            }
+        })
+        .await
+    }
+
+    /// [`Self::caught_up`] for all running nodes.
+    ///
+    /// # Errors
+    /// When `limit` is over for one of them; says what it does.
+    pub async fn whole(&self, version: u64, limit: Duration) -> anyhow::Result<()> {
+        let begun = Instant::now();
+        for i in (0..self.nodes.len()).filter(|i| self[*i].is_up()) {
+            self.caught_up(i, version, limit.saturating_sub(begun.elapsed())).await?;
+        }
+        Ok(())
+    }
+
+    /// Stops `job` and waits until all running servers have its end and the same version, which is returned: nothing is
+    /// committed after it.
+    ///
+    /// # Errors
+    /// When they do not agree within `limit`; says what they have.
+    pub async fn settle(&self, job: &str, limit: Duration) -> anyhow::Result<u64> {
+        until("the job is stopped", limit, async || {
+            let output = self[0].cli(&["job", "stop", job]).await.map_err(|e| format!("{e:#}"))?;
+            if output.code == Some(0) { Ok(()) } else { Err(output.stderr) }
+        })
+        .await?;
+        let servers = self.nodes.iter().filter(|n| n.is_server() && n.is_up()).count();
+        until("all servers have the same version and the job's end", limit, async || {
+            let views = self.model_views().await;
+            let facts = |v: &Value| (v["version"].clone(), v["jobs"][0]["end"].clone());
+            let same = views.iter().all(|(_, v)| facts(v) == facts(&views[0].1) && !v["jobs"][0]["end"].is_null());
+            if views.len() == servers && same {
+                Ok(())
+            } else {
+                Err(format!("{:?}", views.iter().map(|(i, v)| (i, facts(v))).collect::<Vec<_>>()))
+            }
+        })
+        .await?;
+        Ok(self.version().await)
+    }
+
     /// The newest version that any running server has.
     pub async fn version(&self) -> u64 {
         self.model_views().await.iter().filter_map(|(_, v)| v["version"].as_u64()).max().unwrap_or(0)
@@ -230,7 +346,7 @@ impl TestMesh {
     /// When a store cannot be read or its own versions are out of order.
     pub fn read_stores(&self) -> anyhow::Result<StoresReport> {
         let stores: Vec<_> = self.nodes.iter().map(|n| n.data().join("store")).collect();
-        StoresReport::read(&stores, &crate::MODEL.parse().context("the model's name")?)
+        StoresReport::read(&stores, &[])
     }
 
     /// Processes that belong to this mesh: nodes by their arguments, agents by their environment.
@@ -251,6 +367,14 @@ impl TestMesh {
             }
         }
         found
+    }
+
+    /// The processes end, and the folder stays.
+    pub fn keep(mut self) {
+        if let Some(root) = self.root.take() {
+            let _ = root.keep();
+        }
+        self.passed = true;
     }
 
     /// The test has passed: the folder may go.

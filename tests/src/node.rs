@@ -26,6 +26,8 @@ const PORT_IN_SPACE: u16 = 4001;
 pub enum Role {
     /// `--role server`.
     Server,
+    /// `--role witness`.
+    Witness,
     /// `--role client` with a program.
     Client {
         /// The program with its arguments.
@@ -49,6 +51,7 @@ impl Role {
     fn arguments(&self) -> Vec<String> {
         match self {
             Self::Server => vec!["--role".into(), "server".into()],
+            Self::Witness => vec!["--role".into(), "witness".into()],
             Self::Client { agent, worker, slots } => {
                 let mode = if *worker { "worker" } else { "per-episode" };
                 ["--role", "client", "--agent-mode", mode, "--slots", &slots.to_string(), "--agent", agent]
@@ -101,7 +104,14 @@ pub async fn starling<S: AsRef<std::ffi::OsStr>>(arguments: &[S]) -> anyhow::Res
     starling_in(None, arguments).await
 }
 
-async fn starling_in<S: AsRef<std::ffi::OsStr>>(space: Option<&Space>, arguments: &[S]) -> anyhow::Result<CliOutput> {
+/// Runs `starling` in a namespace, if one is given, to its end.
+///
+/// # Errors
+/// When it cannot be started or does not end.
+pub async fn starling_in<S: AsRef<std::ffi::OsStr>>(
+    space: Option<&Space>,
+    arguments: &[S],
+) -> anyhow::Result<CliOutput> {
     let mut command = tokio::process::Command::new(starling_binary()?);
     let namespace = space.map(Space::open).transpose()?;
     if let Some(fd) = namespace.as_ref().map(AsRawFd::as_raw_fd) {
@@ -126,6 +136,8 @@ pub struct TestNode {
     log: PathBuf,
     /// `None` for the node that begins the mesh.
     ticket: Option<String>,
+    /// What every start gets besides.
+    arguments: Vec<String>,
     child: Option<Child>,
     http: String,
     id: String,
@@ -140,6 +152,7 @@ impl TestNode {
         name: &str,
         role: Role,
         ticket: Option<String>,
+        arguments: Vec<String>,
         space: Option<Space>,
     ) -> anyhow::Result<Self> {
         let with_proxy = |space: Space| anyhow::Ok((space.clone(), Proxy::start(&space)?));
@@ -150,6 +163,7 @@ impl TestNode {
             data: root.join(name),
             log: root.join(format!("{name}.log")),
             ticket,
+            arguments,
             child: None,
             http: String::new(),
             id: String::new(),
@@ -193,6 +207,18 @@ impl TestNode {
         self.child.is_some()
     }
 
+    /// Its network namespace, if not that of the test itself.
+    #[must_use]
+    pub fn space(&self) -> Option<&Space> {
+        self.space.as_ref().map(|(space, _)| space)
+    }
+
+    /// Its process, while it runs.
+    #[must_use]
+    pub fn pid(&self) -> Option<u32> {
+        self.child.as_ref().map(Child::id)
+    }
+
     /// Whether it is a server.
     #[must_use]
     pub fn is_server(&self) -> bool {
@@ -212,7 +238,7 @@ impl TestNode {
             Some(ticket) => command.arg("join").arg(ticket),
             None => command.args(["node", "run"]),
         };
-        command.args(["--http", "127.0.0.1:0", "--threads", "1"]).args(self.role.arguments());
+        command.args(["--http", "127.0.0.1:0", "--threads", "1"]).args(self.role.arguments()).args(&self.arguments);
         if let Some((space, _)) = &self.space {
             let ip = space.address();
             command.args(["--listen", &format!("/ip4/{ip}/udp/{PORT_IN_SPACE}/quic-v1")]);
@@ -277,9 +303,23 @@ impl TestNode {
     }
 
     pub(crate) fn terminate(&self) {
+        self.signal(libc::SIGTERM);
+    }
+
+    /// SIGSTOP: it stands still, and its connections stay open.
+    pub fn pause(&self) {
+        self.signal(libc::SIGSTOP);
+    }
+
+    /// SIGCONT, after [`Self::pause`].
+    pub fn resume(&self) {
+        self.signal(libc::SIGCONT);
+    }
+
+    fn signal(&self, signal: i32) {
         if let Some(pid) = self.child.as_ref().and_then(|c| i32::try_from(c.id()).ok()) {
             // SAFETY: kill has no memory effects; the pid is of a child that was not waited for yet.
-            unsafe { libc::kill(pid, libc::SIGTERM) };
+            unsafe { libc::kill(pid, signal) };
         }
     }
 

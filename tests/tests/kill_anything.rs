@@ -60,7 +60,7 @@ async fn any_process_may_be_killed_twenty_times() -> anyhow::Result<()> {
         let version = mesh.reach(before + 1, STEP_LIMIT.saturating_sub(killed.elapsed())).await?;
         let took = killed.elapsed();
         // Else the next kill would find two of three servers missing.
-        back_in_the_mesh(&mesh, victim, before).await?;
+        mesh.caught_up(victim, before, STEP_LIMIT).await?;
         leaders_killed += usize::from(led);
         slowest = slowest.max(took);
         let who = format!("{}{}", mesh[victim].name(), if led { ", the leader" } else { "" });
@@ -71,24 +71,7 @@ async fn any_process_may_be_killed_twenty_times() -> anyhow::Result<()> {
     }
     mesh.ensure_all_run()?;
 
-    // All servers agree on the last version once nothing more is committed.
-    let stopped = until("the job is stopped", STEP_LIMIT, async || {
-        let output = mesh[0].cli(&["job", "stop", &job]).await.map_err(|e| format!("{e:#}"))?;
-        if output.code == Some(0) { Ok(()) } else { Err(output.stderr) }
-    });
-    stopped.await?;
-    until("all servers have the same version and the job's end", STEP_LIMIT, async || {
-        let views = mesh.model_views().await;
-        let facts = |v: &serde_json::Value| (v["version"].clone(), v["jobs"][0]["end"].clone());
-        let same = views.iter().all(|(_, v)| facts(v) == facts(&views[0].1) && !v["jobs"][0]["end"].is_null());
-        if views.len() == SERVERS && same {
-            Ok(())
-        } else {
-            Err(format!("{:?}", views.iter().map(|(i, v)| (i, facts(v))).collect::<Vec<_>>()))
-        }
-    })
-    .await?;
-    let last = mesh.version().await;
+    let last = mesh.settle(&job, STEP_LIMIT).await?;
 
     mesh.stop_all().await?;
     until("no process is left", Duration::from_secs(10), async || match mesh.processes() {
@@ -112,21 +95,4 @@ async fn any_process_may_be_killed_twenty_times() -> anyhow::Result<()> {
     );
     mesh.passed();
     Ok(())
-}
-
-/// Node `i` knows all others, and as a server it has caught up with `version`.
-async fn back_in_the_mesh(mesh: &TestMesh, i: usize, version: u64) -> anyhow::Result<()> {
-    let node = &mesh[i];
-    until(&format!("{} is back in the mesh", node.name()), STEP_LIMIT, async || {
-        let status = node.admin("/status").await.map_err(|e| format!("{e:#}"))?;
-        let members = status["members"].as_array().map_or(0, Vec::len);
-        let has = status["models"][0]["version"].as_u64();
-        let caught_up = !node.is_server() || has >= Some(version);
-        if members == SERVERS + CLIENTS && caught_up {
-            Ok(())
-        } else {
-            Err(format!("{members} members, version {has:?} of {version}; {}", status["doing"]))
-        }
-    })
-    .await
 }

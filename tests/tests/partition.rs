@@ -80,7 +80,7 @@ impl Cuts {
         self.mesh.network()?.separate(&[&[old], &others])?;
         let cut = Instant::now();
         self.hold(IN_FLIGHT).await?;
-        let (stale, before) = (self.version_of(old).await?, self.newest(&others).await?);
+        let (stale, before) = (self.mesh.version_of(old).await?, self.newest(&others).await?);
         let now = self.beyond(before, &others).await?;
         let new = self.leader_among(&others, term).await?;
         self.say(&format!(
@@ -90,7 +90,7 @@ impl Cuts {
             cut.elapsed()
         ));
         self.hold(Duration::from_secs(15).saturating_sub(cut.elapsed())).await?;
-        let still = self.version_of(old).await?;
+        let still = self.mesh.version_of(old).await?;
         ensure!(still == stale, "{}, cut off, went from version {stale} to {still}", self.name(old));
         self.mesh.network()?.heal()?;
         self.converge("cut off").await
@@ -112,7 +112,7 @@ impl Cuts {
             }
             let cut = Instant::now();
             self.hold(IN_FLIGHT).await?;
-            let (stale, before) = (self.version_of(old).await?, self.newest(&others).await?);
+            let (stale, before) = (self.mesh.version_of(old).await?, self.newest(&others).await?);
             let now = self.beyond(before, &others).await?;
             let new = self.leader_among(&others, term).await?;
             let how = if speaks { "only speaks" } else { "only hears" };
@@ -122,7 +122,7 @@ impl Cuts {
                 self.name(new),
                 cut.elapsed()
             ));
-            let still = self.version_of(old).await?;
+            let still = self.mesh.version_of(old).await?;
             ensure!(still == stale, "{}, which {how}, went from version {stale} to {still}", self.name(old));
             self.mesh.network()?.heal()?;
             self.converge(how).await?;
@@ -173,11 +173,11 @@ impl Cuts {
         self.mesh.network()?.separate(&[&small, &large])?;
         let cut = Instant::now();
         self.hold(IN_FLIGHT).await?;
-        let (stale, before) = (self.version_of(old).await?, self.newest(&large).await?);
+        let (stale, before) = (self.mesh.version_of(old).await?, self.newest(&large).await?);
         let now = self.beyond(before, &large).await?;
         self.say(&format!("split: version {before} -> {now} after {:.1?}", cut.elapsed()));
         self.hold(Duration::from_secs(8).saturating_sub(cut.elapsed())).await?;
-        let still = self.version_of(old).await?;
+        let still = self.mesh.version_of(old).await?;
         ensure!(still == stale, "{}, in the minority, went from version {stale} to {still}", self.name(old));
         self.mesh.network()?.heal()?;
         self.converge("the split").await
@@ -206,20 +206,7 @@ impl Cuts {
     /// The end: all servers agree, and the stores of all nodes prove the promises.
     async fn nothing_was_lost_or_done_twice(mut self, job: &str) -> anyhow::Result<()> {
         self.mesh.ensure_all_run()?;
-        until("the job is stopped", STEP_LIMIT, async || {
-            let output = self.mesh[0].cli(&["job", "stop", job]).await.map_err(|e| format!("{e:#}"))?;
-            if output.code == Some(0) { Ok(()) } else { Err(output.stderr) }
-        })
-        .await?;
-        until("all servers have the same version and the job's end", STEP_LIMIT, async || {
-            let views = self.mesh.model_views().await;
-            let facts = |v: &Value| (v["version"].clone(), v["jobs"][0]["end"].clone());
-            let same = views.iter().all(|(_, v)| facts(v) == facts(&views[0].1) && !v["jobs"][0]["end"].is_null());
-            let seen = || format!("{:?}", views.iter().map(|(i, v)| (i, facts(v))).collect::<Vec<_>>());
-            if views.len() == SERVERS && same { Ok(()) } else { Err(seen()) }
-        })
-        .await?;
-        let last = self.mesh.version().await;
+        let last = self.mesh.settle(job, STEP_LIMIT).await?;
         self.mesh.stop_all().await?;
         let report = self.mesh.read_stores()?;
         report.ensure_clean()?;
@@ -248,10 +235,6 @@ impl Cuts {
         self.mesh[i].admin(&format!("/models/{MODEL}")).await
     }
 
-    async fn version_of(&self, i: usize) -> anyhow::Result<u64> {
-        self.view(i).await?["version"].as_u64().context("a version")
-    }
-
     async fn term(&self, i: usize) -> anyhow::Result<u64> {
         self.view(i).await?["term"].as_u64().context("a term")
     }
@@ -260,7 +243,7 @@ impl Cuts {
     async fn newest(&self, nodes: &[usize]) -> anyhow::Result<u64> {
         let mut newest = 0;
         for i in nodes.iter().filter(|i| **i < SERVERS) {
-            newest = newest.max(self.version_of(*i).await?);
+            newest = newest.max(self.mesh.version_of(*i).await?);
         }
         Ok(newest)
     }
@@ -303,7 +286,7 @@ impl Cuts {
             let seen = self.look().await?;
             let mut oldest = u64::MAX;
             for i in 0..SERVERS {
-                oldest = oldest.min(self.version_of(i).await?);
+                oldest = oldest.min(self.mesh.version_of(i).await?);
             }
             if oldest >= target {
                 break;

@@ -39,6 +39,24 @@ impl WatchedStore {
         *self.lock() = None;
         Ok(())
     }
+    /// Notes a write that failed for the disk's sake.
+    fn watched(&self, written: Result<(), StoreError>) -> Result<(), StoreError> {
+        if let Err(
+            error @ (StoreError::DiskFull { .. }
+            | StoreError::NeedsReopen { .. }
+            | StoreError::Database { .. }
+            | StoreError::Io { .. }),
+        ) = &written
+        {
+            let text = in_words(error);
+            let mut failing = self.lock();
+            if failing.as_ref() != Some(&text) {
+                tracing::warn!(error = text, "the store does not take writes");
+                *failing = Some(text);
+            }
+        }
+        written
+    }
     fn lock(&self) -> MutexGuard<'_, Option<String>> {
         self.failing.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -60,22 +78,13 @@ impl Store for WatchedStore {
         self.inner.get(family, key)
     }
     fn write(&self, batch: Batch, durability: Durability) -> Result<(), StoreError> {
-        let written = self.inner.write(batch, durability);
-        if let Err(
-            error @ (StoreError::DiskFull { .. }
-            | StoreError::NeedsReopen { .. }
-            | StoreError::Database { .. }
-            | StoreError::Io { .. }),
-        ) = &written
-        {
-            let text = in_words(error);
-            let mut failing = self.lock();
-            if failing.as_ref() != Some(&text) {
-                tracing::warn!(error = text, "the store does not take writes");
-                *failing = Some(text);
-            }
-        }
-        written
+        self.watched(self.inner.write(batch, durability))
+    }
+    fn put_unlogged(&self, family: Family, pairs: Vec<(Vec<u8>, Vec<u8>)>) -> Result<(), StoreError> {
+        self.watched(self.inner.put_unlogged(family, pairs))
+    }
+    fn settle(&self, family: Family) -> Result<(), StoreError> {
+        self.watched(self.inner.settle(family))
     }
     fn scan(
         &self,

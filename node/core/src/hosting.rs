@@ -1,8 +1,8 @@
 //! Models that this node serves: weights follow the committed version, generation streams are answered.
 
 use crate::blobs::{BlobError, Blobs};
-use crate::compute::{Compute, Engine};
-use crate::runtime::{Stopped, blocking};
+use crate::compute::{Compute, Engine, measure};
+use crate::runtime::{Stopped, blocking, spawn};
 use crate::transport::{FrameRecv, FrameSend, FrameStream};
 use crate::watch;
 use starling_engine::{
@@ -11,7 +11,7 @@ use starling_engine::{
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::ModelState;
 use starling_protocol::manifest::Manifest;
-use starling_protocol::record::HostedModel;
+use starling_protocol::record::{Fitness, HostedModel};
 use starling_protocol::rollout::{FinishReason, Receipt, receipt_body};
 use starling_protocol::signed::{Domain, Signature, Signer};
 use starling_protocol::wire::{FRAME_LEN_BYTES_MAX, Generate, GenerateControl, GenerateFrame, TokenFrame};
@@ -54,6 +54,7 @@ pub enum HostError {
 struct Hosted {
     engine: Arc<dyn Engine>,
     version: PolicyVersion,
+    fitness: Fitness,
 }
 
 /// All models that this node serves.
@@ -64,6 +65,8 @@ pub struct Hosting {
     models: Mutex<BTreeMap<ModelName, Hosted>>,
     /// Grows with every change of [`Hosting::list`]'s versions.
     changed: watch::Sender<u64>,
+    /// Devices are measured for one model at a time.
+    measuring: tokio::sync::Mutex<()>,
 }
 
 impl std::fmt::Debug for Hosting {
@@ -77,7 +80,14 @@ impl Hosting {
     #[must_use]
     pub fn new(blobs: Blobs, signer: Arc<dyn Signer>, compute: Arc<dyn Compute>) -> Arc<Self> {
         let (changed, _) = watch::channel(0);
-        Arc::new(Self { blobs, signer, compute, models: Mutex::new(BTreeMap::new()), changed })
+        Arc::new(Self {
+            blobs,
+            signer,
+            compute,
+            models: Mutex::new(BTreeMap::new()),
+            changed,
+            measuring: tokio::sync::Mutex::default(),
+        })
     }
 
     /// What is served now, for the node record.
@@ -88,7 +98,7 @@ impl Hosting {
             .iter()
             .map(|(name, h)| {
                 let queue = u32::try_from(h.engine.queue()).unwrap_or(u32::MAX);
-                HostedModel { model: name.clone(), version: h.version, queue }
+                HostedModel { model: name.clone(), version: h.version, queue, fitness: h.fitness }
             })
             .collect()
     }
@@ -120,7 +130,7 @@ impl Hosting {
                 if served != Some(now.version) {
                     match self.load(&model, &now, weights, &peers()).await {
                         Ok(()) => {
-                            tracing::info!(%model, version = now.version.0, "serving");
+                            tracing::info!(%model, version = %now.version, "serving");
                             base.get_or_insert_with(|| weights.clone());
                             kept.push(weights.clone());
                             if kept.len() > VERSIONS_KEPT {
@@ -132,7 +142,7 @@ impl Hosting {
                             }
                         }
                         Err(e) => {
-                            tracing::warn!(%model, version = now.version.0, error = %e, "cannot serve yet, trying again");
+                            tracing::warn!(%model, version = %now.version, error = %e, "cannot serve yet, trying again");
                             tokio::time::sleep(std::time::Duration::from_millis(500)).await;
                             continue;
                         }
@@ -146,7 +156,7 @@ impl Hosting {
     }
 
     async fn load(
-        &self,
+        self: &Arc<Self>,
         model: &ModelName,
         state: &ModelState,
         weights: &Manifest,
@@ -166,23 +176,47 @@ impl Hosting {
             }
             Some(self.config(state, peers).await?)
         };
-        let (compute, version) = (self.compute.clone(), state.version);
+        let (compute, version, first) = (self.compute.clone(), state.version, config.clone());
+        let measured = first.map(|config| (config, bytes.clone()));
         // A model's first engine keeps the configuration: a model name stands for one architecture.
         let loaded = blocking(move || match (hosted, config) {
             (Some(h), _) => h.engine.swap_weights(&bytes, version).map(|()| Hosted { version, ..h }),
             (None, config) => {
                 let engine = compute.start_engine(&config.unwrap_or_default(), &bytes, version)?;
-                Ok(Hosted { engine, version })
+                Ok(Hosted { engine, version, fitness: Fitness::Unknown })
             }
         })
         .await?
         .map_err(HostError::Engine)?;
-        self.models.lock().unwrap_or_else(PoisonError::into_inner).insert(model.clone(), loaded);
+        self.change(|models| {
+            // It may have been measured meanwhile.
+            let fitness = models.get(model).map_or(loaded.fitness, |h| h.fitness);
+            models.insert(model.clone(), Hosted { fitness, ..loaded });
+        });
+        if let Some((config, weights)) = measured {
+            drop(spawn(self.clone().measure(model.clone(), config, weights)));
+        }
+        Ok(())
+    }
+
+    fn change(&self, change: impl FnOnce(&mut BTreeMap<ModelName, Hosted>)) {
+        change(&mut self.models.lock().unwrap_or_else(PoisonError::into_inner));
         self.changed.modify(|n| {
             *n += 1;
             true
         });
-        Ok(())
+    }
+
+    /// Measures how fast this node's device trains `model`, for its record.
+    async fn measure(self: Arc<Self>, model: ModelName, config: Vec<u8>, weights: Vec<u8>) {
+        let _one_at_a_time = self.measuring.lock().await;
+        let fitness = measure(&*self.compute, &config, weights).await;
+        tracing::info!(%model, ?fitness, "the device was measured");
+        self.change(|models| {
+            if let Some(hosted) = models.get_mut(&model) {
+                hosted.fitness = fitness;
+            }
+        });
     }
 
     /// The model's `config.json`.

@@ -8,7 +8,7 @@ use starling_protocol::control::ControlEntry;
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, LeaderCall, LeaderReply, ModelAnnouncement, Service};
 use starling_protocol::{ModelName, NodeId, Term};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -50,6 +50,8 @@ pub struct Models {
     known: Mutex<BTreeMap<ModelName, Known>>,
     /// Questions asked so far: the next one goes to another node.
     asked: AtomicUsize,
+    /// A question is under way.
+    asking: AtomicBool,
 }
 
 struct Known {
@@ -67,10 +69,16 @@ impl Models {
     /// Empty.
     #[must_use]
     pub fn new(transport: SharedTransport, membership: Arc<Membership>) -> Arc<Self> {
-        Arc::new(Self { transport, membership, known: Mutex::default(), asked: AtomicUsize::new(0) })
+        Arc::new(Self {
+            transport,
+            membership,
+            known: Mutex::default(),
+            asked: AtomicUsize::new(0),
+            asking: AtomicBool::new(false),
+        })
     }
 
-    /// Takes an announcement; an older term's leader does not replace a newer one's.
+    /// Takes an announcement; a lesser line's does not replace a greater one's, nor an older term's leader a newer one's.
     pub fn on_announcement(&self, a: ModelAnnouncement) -> Verdict {
         let term = |a: &ModelAnnouncement| a.leader.map_or(Term(0), |(_, t)| t);
         let heard = Instant::now();
@@ -78,7 +86,8 @@ impl Models {
         match known.get_mut(&a.model) {
             Some(old) => {
                 old.heard = heard;
-                let older = (term(&old.announced), old.announced.version) > (term(&a), a.version);
+                let rank = |a: &ModelAnnouncement| (a.line, term(a), a.version);
+                let older = rank(&old.announced) > rank(&a);
                 if older {
                     return Verdict::Ignore;
                 }
@@ -95,18 +104,20 @@ impl Models {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks another node for what it knows if gossip has brought nothing of late. For a slow beat; does not wait.
+    /// Asks another node for what it knows if gossip has brought nothing of late. For a slow beat; does not wait, and
+    /// asks nothing while a question is under way.
     pub fn ask_if_quiet(self: &Arc<Self>) {
         let quiet = {
             let known = self.lock();
             known.is_empty() || known.values().any(|k| k.heard.elapsed() >= QUIET)
         };
-        if !quiet {
+        if !quiet || self.asking.swap(true, Ordering::Relaxed) {
             return;
         }
         let local = self.transport.local();
         let others: Vec<NodeId> = self.membership.live_holders().into_iter().filter(|n| *n != local).collect();
         if others.is_empty() {
+            self.asking.store(false, Ordering::Relaxed);
             return;
         }
         let peer = others[self.asked.fetch_add(1, Ordering::Relaxed) % others.len()];
@@ -114,6 +125,7 @@ impl Models {
         drop(spawn(async move {
             let body = encode(&LeaderCall::Models).into();
             let answer = models.transport.call(peer, Service::Leader, body, ASK_LIMIT).await;
+            models.asking.store(false, Ordering::Relaxed);
             let reply = answer
                 .map_err(|e| e.to_string())
                 .and_then(|b| decode::<LeaderReply>("leader reply", &b, CALL_LEN_BYTES_MAX).map_err(|e| e.to_string()));
@@ -141,18 +153,15 @@ impl Models {
         self.lock().get(model).map(|k| k.announced.clone())
     }
 
-    /// Live nodes whose record says that they serve `model`.
+    /// Live servers whose record says that they serve `model`.
     #[must_use]
     pub fn servers_of(&self, model: &ModelName) -> Vec<NodeId> {
-        let serves =
-            |n: &NodeId| self.membership.record(*n).is_some_and(|r| r.models.iter().any(|m| m.model == *model));
-        self.membership.live().into_iter().filter(serves).collect()
+        self.membership.of_holders(|r| r.models.iter().any(|m| m.model == *model).then_some(r.node))
     }
 
     /// Live voters and servers of `model`: who may have its weights, files and tasks.
     #[must_use]
     pub fn sources_of(&self, model: &ModelName) -> Vec<NodeId> {
-        let live = self.membership.live();
         let mut all = self.servers_of(model);
         if let Some(a) = self.get(model) {
             if let Some((leader, _)) = a.leader {
@@ -161,7 +170,7 @@ impl Models {
             all.extend(a.voters);
         }
         let mut seen = std::collections::BTreeSet::new();
-        all.retain(|n| live.contains(n) && seen.insert(*n));
+        all.retain(|n| seen.insert(*n) && self.membership.is_live(*n));
         all
     }
 
@@ -172,7 +181,12 @@ impl Models {
     pub async fn ask_leader(&self, model: &ModelName, call: &LeaderCall) -> Result<LeaderReply, LeaderError> {
         let known = self.get(model).ok_or_else(|| LeaderError::UnknownModel(model.clone()))?;
         let limit = if matches!(call, LeaderCall::Propose { .. }) { PROPOSE_LIMIT } else { LEADER_LIMIT };
-        let mut order: Vec<NodeId> = known.leader.map(|(n, _)| n).into_iter().chain(known.voters).collect();
+        let order = known.leader.map(|(n, _)| n).into_iter().chain(known.voters);
+        // One without a connection may be gone and not missed yet: it is asked last.
+        let connected = self.transport.connected();
+        let is_near = |n: &NodeId| *n == self.transport.local() || connected.contains(n);
+        let (near, far): (Vec<_>, Vec<_>) = order.partition(is_near);
+        let mut order = [near, far].concat();
         let body = encode(call);
         let mut tried = String::new();
         let mut asked = std::collections::BTreeSet::new();

@@ -36,6 +36,9 @@ use tokio_util::sync::CancellationToken;
 
 /// Slow beat of announcements; changes are announced at once.
 const ANNOUNCE_BEAT: Duration = Duration::from_secs(2);
+/// What members that come and go have this node announce waits so long for more of them: in a crowd that joins each
+/// node would else publish at each newcomer, n² messages to n nodes.
+const CROWD_PAUSE: Duration = Duration::from_millis(250);
 /// Most voters of a group.
 const VOTERS_MAX: usize = 5;
 
@@ -372,14 +375,13 @@ impl NodeCore {
         let mut members = self.membership.watch();
         loop {
             self.publish_record();
-            self.publish_models();
             self.models.ask_if_quiet();
             tokio::select! {
                 biased;
                 () = self.shutdown.cancelled() => return,
-                _ = beat.tick() => {}
+                _ = beat.tick() => self.publish_models(),
                 r = hosted.changed() => if r.is_err() { return },
-                r = members.changed() => if r.is_err() { return },
+                r = crowd_changed(&mut members) => if r.is_err() { return },
             }
         }
     }
@@ -391,10 +393,13 @@ impl NodeCore {
             if let Some(bytes) = self.maintenance.headroom_bytes() {
                 record.storage_free_bytes = bytes;
             }
+            let hosted = self.hosting.list();
+            hosted.iter().for_each(|h| self.groups.set_fitness(&h.model, h.fitness));
             // Gateways send turns to whom says that it serves.
             let draining = record.intake == Intake::Draining;
-            record.models = if draining { Vec::new() } else { self.hosting.list() };
+            record.models = if draining { Vec::new() } else { hosted };
             record.addresses = self.transport.addresses();
+            record.store = self.groups.store_id();
             record.sequence = record.sequence.max((self.context.clock)().0) + 1;
             record.clone()
         };
@@ -417,6 +422,7 @@ impl NodeCore {
         }
         Some(ModelAnnouncement {
             model: model.clone(),
+            line: self.groups.lineage(model)?.line,
             voters,
             leader: view.leader.map(|n| (n, view.term)),
             version: state.version,
@@ -471,16 +477,20 @@ impl NodeCore {
             | LeaderCall::Abort { model, .. }
             | LeaderCall::Propose { model, .. }
             | LeaderCall::Status { model }
-            | LeaderCall::JoinGroup { model } => model.clone(),
+            | LeaderCall::Survey { model }
+            | LeaderCall::JoinGroup { model, .. } => model.clone(),
         };
-        if let LeaderCall::JoinGroup { .. } = &call {
+        if let LeaderCall::Survey { .. } = &call {
+            return Ok(LeaderReply::Standing(self.groups.on_survey(&model).await));
+        }
+        if let LeaderCall::JoinGroup { lineage, .. } = &call {
             if !self.has(Role::Server) && !self.has(Role::Witness) {
                 return Ok(LeaderReply::Refused("this node is neither server nor witness".into()));
             }
-            return Ok(match self.groups.on_join(from, &model).await {
+            return Ok(match self.groups.on_join(from, &model, lineage).await {
                 Ok(()) => {
                     self.adopt_group(&model);
-                    LeaderReply::Done
+                    LeaderReply::Joined { store: self.groups.store_id() }
                 }
                 Err(e) if e.is_retryable() => return Err(InboundError::Unavailable(e.to_string())),
                 Err(e) => LeaderReply::Refused(e.to_string()),
@@ -555,9 +565,12 @@ impl NodeCore {
             "model": model,
             "member": true,
             "version": state.version,
+            "line": self.groups.lineage(model).map(|l| l.line),
+            "forks": self.groups.lineage(model).map(|l| l.forks),
             "term": view.term,
             "leader": view.leader,
             "is_leader": view.is_self,
+            "fitness": self.groups.fitness(model),
             "wait": view.wait,
             "voters": self.groups.voters(model),
             "weights": state.weights,
@@ -577,6 +590,13 @@ impl NodeCore {
     pub async fn ask_leader(&self, model: &ModelName, call: &LeaderCall) -> Result<LeaderReply, LeaderError> {
         self.models.ask_leader(model, call).await
     }
+}
+
+/// Returns some time after a member came or went.
+async fn crowd_changed(members: &mut watch::Receiver<u64>) -> Result<(), watch::Closed> {
+    members.changed().await?;
+    tokio::time::sleep(CROWD_PAUSE).await;
+    Ok(())
 }
 
 /// The [`Inbound`] of a core: the transport calls it.

@@ -122,6 +122,10 @@ pub trait Transport: Send + Sync + 'static {
     fn addresses(&self) -> Vec<String>;
     /// Peers with an open connection, ascending.
     fn connected(&self) -> Vec<NodeId>;
+    /// Whether there is an open connection to `peer`.
+    fn is_connected(&self, peer: NodeId) -> bool {
+        self.connected().binary_search(&peer).is_ok()
+    }
     /// Remembers where `peer` may be dialled (multiaddr text); used when a call finds no connection.
     fn add_addresses(&self, peer: NodeId, addresses: &[String]);
     /// Calls `peer` and waits for its answer, dialling first when need be. Calls to the local node are answered

@@ -65,7 +65,7 @@ fn replica(steps: u64) -> Replica {
             ..example_step(version, ids.clone())
         };
         let mut batch = Batch::new();
-        put_step(&mut batch, &model(), &step);
+        put_step(&mut batch, &model(), &step, Term(1));
         mark_consumed(&mut batch, ids.clone(), PolicyVersion(version));
         store.write(batch, Durability::Synced).unwrap();
         apply(ControlEntry::StepCommitted(Box::new(step)));

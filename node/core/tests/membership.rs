@@ -15,7 +15,7 @@ use starling_protocol::codec::decode;
 use starling_protocol::record::{Intake, NodeRecord, Role, SignedRecord};
 use starling_protocol::signed::{Signer, Verifier};
 use starling_protocol::wire::{GOSSIP_LEN_BYTES_MAX, Gossip, Service, Topic};
-use starling_protocol::{Hash, NodeId, Timestamp};
+use starling_protocol::{Hash, NodeId, StoreId, Timestamp};
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
@@ -47,6 +47,7 @@ impl Verifier for TestKey {
 fn record(node: NodeId) -> NodeRecord {
     NodeRecord {
         node,
+        store: StoreId::default(),
         sequence: 0,
         roles: vec![Role::Server],
         version: "test".into(),

@@ -12,26 +12,6 @@ use crate::sampling::SamplingParams;
 use crate::train::{Sample, Trainer, TrainerConfig};
 use crate::weights::Weights;
 
-/// The byte-level model of the product's demo: about 0.9 million parameters.
-#[must_use]
-pub fn demo_config() -> LlamaConfig {
-    LlamaConfig {
-        vocab_size: 264,
-        hidden_size: 128,
-        intermediate_size: 384,
-        num_hidden_layers: 4,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        head_dim: 32,
-        rms_norm_eps: 1e-5,
-        rope_theta: 10_000.0,
-        max_position_embeddings: 512,
-        tie_word_embeddings: true,
-        bos_token_id: None,
-        eos_token_ids: Vec::new(),
-    }
-}
-
 struct Counter {
     tokens: u64,
     done: mpsc::Sender<u64>,
@@ -108,6 +88,7 @@ pub fn training_tokens_per_s(
             loss_mask: (0..len).map(|t| t >= len.div_ceil(2)).collect(),
             behaviour_logprobs: vec![-5.5; len],
             advantage: if i % 2 == 0 { 1.0 } else { -1.0 },
+            ..Sample::default()
         })
         .collect();
     trainer.step(&batch)?;

@@ -1,4 +1,4 @@
-//! A Hugging Face model folder: configuration, weights, and the small files that travel along.
+//! A model on disk, a Hugging Face folder or a GGUF file: configuration, weights, and the small files that travel along.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use crate::config::LlamaConfig;
 use crate::error::CheckpointError;
+use crate::gguf;
 use crate::weights::Weights;
 
 /// Files kept as they are besides `config.json` and the weights.
@@ -38,23 +39,29 @@ pub enum SaveDtype {
     Bf16,
 }
 
-/// A model folder in memory.
+/// A model in memory, with the files of its folder.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
-    /// From `config.json`.
+    /// From `config.json`, or a GGUF's metadata.
     pub config: LlamaConfig,
-    /// From `model.safetensors`, or the shards of `model.safetensors.index.json`.
+    /// From `model.safetensors`, or the shards of `model.safetensors.index.json`, or a GGUF's tensors.
     pub weights: Weights,
-    /// Tokenizer, chat template, licence and the like, by file name.
+    /// Tokenizer, chat template, licence and the like, by file name. A GGUF's tokenizer becomes `tokenizer.json` and
+    /// `tokenizer_config.json`.
     pub files: BTreeMap<String, Vec<u8>>,
 }
 
 impl Checkpoint {
-    /// Reads a Hugging Face folder.
+    /// Reads a Hugging Face folder, or a GGUF file whose blocks are dequantized to f32.
     ///
     /// # Errors
-    /// `Io` with the path, or whatever [`LlamaConfig::from_json`] and [`Weights::from_safetensors`] find.
-    pub fn load(dir: &Path, device: &Device) -> Result<Self, CheckpointError> {
+    /// `Io` with the path; `Field` or `Metadata` naming the key, and `MissingTensor`, `UnexpectedTensor`, `Shape`, `Dtype`,
+    /// `Quantization` or `NonFinite` naming the tensor, that is not as it should be.
+    pub fn load(path: &Path, device: &Device) -> Result<Self, CheckpointError> {
+        if path.is_file() { gguf::load(path, device) } else { Self::load_folder(path, device) }
+    }
+
+    fn load_folder(dir: &Path, device: &Device) -> Result<Self, CheckpointError> {
         let config = LlamaConfig::from_json(&read(&dir.join("config.json"))?)?;
         let index = dir.join("model.safetensors.index.json");
         let weights = if index.exists() {
@@ -64,6 +71,7 @@ impl Checkpoint {
         } else {
             Weights::from_safetensors(&config, &read(&dir.join("model.safetensors"))?, device)?
         };
+        weights.check_finite()?;
         let mut files = BTreeMap::new();
         for name in COMPANIONS {
             let path = dir.join(name);

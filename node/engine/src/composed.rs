@@ -5,6 +5,7 @@
 
 use candle_core::{D, DType, Result, Tensor};
 
+use crate::config::{Architecture, LlamaConfig};
 use crate::kernels::attention::AttentionShape;
 use crate::kernels::rope::RopeTable;
 
@@ -12,6 +13,33 @@ use crate::kernels::rope::RopeTable;
 pub(crate) fn rms_norm(x: &Tensor, w: &Tensor, eps: f32) -> Result<Tensor> {
     let scale = (x.sqr()?.mean_keepdim(D::Minus1)? + f64::from(eps))?.sqrt()?.recip()?;
     x.broadcast_mul(&scale)?.broadcast_mul(w)
+}
+
+/// q, k and v of normed rows `x [tokens, hidden]`, before the rotation: `[tokens, q | k | v]`.
+///
+/// `p` are the layer's parameters in the order of [`crate::params::fused_spans`].
+pub(crate) fn project_qkv(
+    cfg: &LlamaConfig,
+    shape: AttentionShape,
+    eps: f32,
+    p: &[Tensor],
+    x: &Tensor,
+) -> Result<Tensor> {
+    let qkv = x.matmul(&p[1].t()?)?;
+    match cfg.architecture {
+        Architecture::Llama => Ok(qkv),
+        Architecture::Qwen2 => qkv.broadcast_add(&p[6]),
+        Architecture::Qwen3 => {
+            let (tokens, d) = (qkv.dim(0)?, shape.head_dim);
+            let heads = |from: usize, n: usize, w: usize| {
+                let part = qkv.narrow(1, from, n * d)?.reshape((tokens, n, d))?;
+                rms_norm(&part, &p[6].narrow(0, w * d, d)?, eps)?.reshape((tokens, n * d))
+            };
+            let (q, k) = (heads(0, shape.heads, 0)?, heads(shape.q_len(), shape.kv_heads, 1)?);
+            let v = qkv.narrow(1, shape.q_len() + shape.kv_len(), shape.kv_len())?;
+            Tensor::cat(&[q, k, v.contiguous()?], 1)
+        }
+    }
 }
 
 /// `silu(gate) · up` of rows `[gate | up]`.

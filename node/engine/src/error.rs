@@ -66,9 +66,41 @@ pub enum CheckpointError {
         /// The type found.
         got: String,
     },
+    /// A tensor of a GGUF is stored in a block format that is not read.
+    #[error("tensor `{name}`: expected F32, F16, BF16, Q4_0 to Q8_0 or Q2_K to Q6_K, got {got}")]
+    Quantization {
+        /// The tensor's name in the file.
+        name: String,
+        /// The format found.
+        got: String,
+    },
+    /// A tensor holds NaN or infinity. The file is at fault.
+    #[error("tensor `{name}`: expected finite values, got NaN or infinity")]
+    NonFinite {
+        /// The tensor's name.
+        name: String,
+    },
     /// The bytes are not a safetensors file.
     #[error("not a valid safetensors file")]
     Safetensors(#[from] safetensors::SafeTensorError),
+    /// A file is not a GGUF, or ends too early.
+    #[error("{path}: not a valid GGUF file: {reason}")]
+    Gguf {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A key of a GGUF is missing, has the wrong kind, or names something that this engine does not do.
+    #[error("GGUF key `{key}`: expected {expected}, got {got}")]
+    Metadata {
+        /// The key.
+        key: String,
+        /// What is accepted.
+        expected: String,
+        /// What was found.
+        got: String,
+    },
     /// A tensor operation failed on the device, mostly for want of memory.
     #[error("tensor operation failed")]
     Tensor(#[from] candle_core::Error),
@@ -182,6 +214,9 @@ pub enum TrainError {
         /// What was given.
         got: String,
     },
+    /// The algorithm's parts do not go together. The caller's fault.
+    #[error(transparent)]
+    Algorithm(#[from] starling_protocol::job::JobError),
     /// The loss, a log-probability or a gradient is NaN or infinite.
     #[error("{what}: expected a finite value, got {got}")]
     NonFinite {

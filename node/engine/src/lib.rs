@@ -11,6 +11,7 @@ pub mod config;
 mod cpu;
 mod device_model;
 pub mod error;
+mod gguf;
 pub mod infer;
 mod kernels;
 mod packing;
@@ -26,7 +27,7 @@ pub mod weights;
 
 pub use candle_core::Device;
 pub use checkpoint::{Checkpoint, SaveDtype};
-pub use config::LlamaConfig;
+pub use config::{Architecture, Llama3Scaling, LlamaConfig};
 pub use error::{CheckpointError, EngineError, TrainError};
 pub use infer::{
     FinishReason, GenerateRequest, InferenceEngine, InferenceOptions, InferenceStats, SampledToken, TokenSink,

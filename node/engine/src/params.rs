@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, Tensor};
 
-use crate::config::LlamaConfig;
+use crate::config::{Architecture, LlamaConfig};
 use crate::error::CheckpointError;
 use crate::kernels::attention::AttentionShape;
 use crate::kernels::rope::RopeTable;
@@ -12,17 +12,52 @@ use crate::weights::Weights;
 
 /// How many consecutive Hugging Face tensors make up each parameter: q, k, v and gate, up are one matrix each.
 ///
-/// Embeddings; per layer norm, q|k|v, output, norm, gate|up, down; last norm; output layer unless tied.
+/// Embeddings; per layer norm, q|k|v, output, norm, gate|up, down, and the architecture's extra: the bias of q|k|v, or
+/// the norms of q's and k's heads; last norm; output layer unless tied.
 pub(crate) fn fused_spans(cfg: &LlamaConfig) -> Vec<usize> {
     let mut spans = vec![1];
     for _ in 0..cfg.num_hidden_layers {
         spans.extend([1, 3, 1, 1, 2, 1]);
+        match cfg.architecture {
+            Architecture::Llama => {}
+            Architecture::Qwen2 => spans.push(3),
+            Architecture::Qwen3 => spans.push(2),
+        }
     }
     spans.push(1);
     if !cfg.tie_word_embeddings {
         spans.push(1);
     }
     spans
+}
+
+/// Fused parameters of one layer.
+pub(crate) fn params_per_layer(cfg: &LlamaConfig) -> usize {
+    if cfg.architecture == Architecture::Llama { 6 } else { 7 }
+}
+
+/// Place of the last norm among the fused parameters; an untied output layer comes after it.
+pub(crate) fn last_norm_index(cfg: &LlamaConfig) -> usize {
+    1 + cfg.num_hidden_layers * params_per_layer(cfg)
+}
+
+/// The output layer: the embeddings if tied, else the last parameter.
+pub(crate) fn head_index(cfg: &LlamaConfig) -> usize {
+    if cfg.tie_word_embeddings { 0 } else { last_norm_index(cfg) + 1 }
+}
+
+/// Refuses a list of parameters that is not [`fused_spans`] long.
+pub(crate) fn check_count(cfg: &LlamaConfig, params: &[Tensor]) -> Result<()> {
+    let expected = fused_spans(cfg).len();
+    if params.len() != expected {
+        candle_core::bail!("expected {expected} parameters, got {}", params.len());
+    }
+    Ok(())
+}
+
+/// The parameters of each layer; `check_count` has run.
+pub(crate) fn layer_params<'a>(cfg: &LlamaConfig, params: &'a [Tensor]) -> std::slice::ChunksExact<'a, Tensor> {
+    params[1..last_norm_index(cfg)].chunks_exact(params_per_layer(cfg))
 }
 
 /// The fused parameters of checked weights.
@@ -74,5 +109,5 @@ pub(crate) fn norm_eps(cfg: &LlamaConfig) -> f32 {
 
 /// The rotary table of a configuration.
 pub(crate) fn rope_table(cfg: &LlamaConfig) -> Arc<RopeTable> {
-    Arc::new(RopeTable::new(cfg.head_dim, cfg.rope_theta, cfg.max_position_embeddings))
+    Arc::new(RopeTable::new(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling.as_ref(), cfg.max_position_embeddings))
 }

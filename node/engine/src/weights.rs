@@ -10,6 +10,7 @@ use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 
 use crate::config::LlamaConfig;
 use crate::error::CheckpointError;
+use crate::tensors::with_f32;
 
 /// Ordered Hugging Face-named f32 tensors; clones share them.
 #[derive(Clone, Debug)]
@@ -21,7 +22,7 @@ impl Weights {
     /// Fresh weights, the same for the same seed on every machine.
     ///
     /// Embeddings from N(0, 0.02²); linear layers from N(0, 2 / (5 · fan_in)) ("small init", arXiv:1910.05895), the two
-    /// that write to the residual stream divided by sqrt(2 · layers) (GPT-2); norms are 1.
+    /// that write to the residual stream divided by sqrt(2 · layers) (GPT-2); norms are 1, biases 0.
     ///
     /// # Errors
     /// `Field` for an inconsistent configuration, `Tensor` if the device has no room.
@@ -32,7 +33,7 @@ impl Weights {
         for (name, shape) in cfg.tensor_shapes() {
             let count = shape.iter().product();
             let data = if shape.len() == 1 {
-                vec![1f32; count]
+                vec![if name.ends_with(".bias") { 0.0 } else { 1f32 }; count]
             } else {
                 normal(&mut rng, count, init_std(cfg, &name, &shape))
             };
@@ -122,6 +123,20 @@ impl Weights {
     /// All tensors in the order of the forward pass.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.tensors.iter().map(|(n, t)| (n.as_str(), t))
+    }
+
+    /// Refuses weights with a NaN or an infinity.
+    ///
+    /// # Errors
+    /// `NonFinite` naming the first such tensor, `Tensor` if the values cannot be read from the device.
+    pub(crate) fn check_finite(&self) -> Result<(), CheckpointError> {
+        for (name, t) in self.tensors.iter() {
+            let values = t.flatten_all()?.to_device(&Device::Cpu)?;
+            if !with_f32(&values, "weights", |v| Ok(v.iter().all(|v| v.is_finite())))? {
+                return Err(CheckpointError::NonFinite { name: name.clone() });
+            }
+        }
+        Ok(())
     }
 
     /// Checks names, order and shapes against a configuration.

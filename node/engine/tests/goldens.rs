@@ -13,6 +13,7 @@ use starling_engine::{
     Device, EngineError, FinishReason, GenerateRequest, InferenceEngine, InferenceOptions, LlamaConfig, Sample,
     SampledToken, SamplingParams, TokenSink, Trainer, TrainerConfig, Weights, sequence_logprobs,
 };
+use starling_protocol::algorithm::{AlgorithmSpec, Objective};
 
 const GOLDENS: &str = include_str!("../../../tests/goldens/engine.json");
 
@@ -70,6 +71,7 @@ fn samples(g: &Golden) -> Vec<Sample> {
         loss_mask: s["loss_mask"].as_array().unwrap().iter().map(|b| b.as_bool().unwrap()).collect(),
         behaviour_logprobs: floats(&s["behaviour_logprobs"]).iter().map(|&x| x as f32).collect(),
         advantage: s["advantage"].as_f64().unwrap() as f32,
+        ..Sample::default()
     };
     g.root["samples"].as_array().unwrap().iter().map(sample).collect()
 }
@@ -84,8 +86,14 @@ fn trainer_config(g: &Golden) -> TrainerConfig {
         eps: f("eps"),
         weight_decay: f("weight_decay"),
         max_grad_norm: f("max_grad_norm"),
-        clip_low: g.root["clip_low"].as_f64().unwrap() as f32,
-        clip_high: g.root["clip_high"].as_f64().unwrap() as f32,
+        algorithm: AlgorithmSpec {
+            objective: Objective::Clip {
+                low: g.root["clip_low"].as_f64().unwrap() as f32,
+                high: g.root["clip_high"].as_f64().unwrap() as f32,
+                ratio_max: None,
+            },
+            ..AlgorithmSpec::default()
+        },
         // Small enough that the five samples go through three micro-batches.
         micro_batch_tokens: 40,
         ..TrainerConfig::default()

@@ -4,12 +4,13 @@
 use std::sync::mpsc;
 
 use starling_engine::{
-    Device, EngineError, FinishReason, GenerateRequest, InferenceEngine, InferenceOptions, LlamaConfig, Sample,
-    SampledToken, SamplingParams, TokenSink, TrainError, Trainer, TrainerConfig, Weights,
+    Architecture, Device, EngineError, FinishReason, GenerateRequest, InferenceEngine, InferenceOptions, LlamaConfig,
+    Sample, SampledToken, SamplingParams, TokenSink, TrainError, Trainer, TrainerConfig, Weights,
 };
 
 fn config(layers: usize) -> LlamaConfig {
     LlamaConfig {
+        architecture: Architecture::Llama,
         vocab_size: 40,
         hidden_size: 64,
         intermediate_size: 128,
@@ -19,6 +20,7 @@ fn config(layers: usize) -> LlamaConfig {
         head_dim: 16,
         rms_norm_eps: 1e-5,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         max_position_embeddings: 64,
         tie_word_embeddings: true,
         bos_token_id: None,
@@ -44,7 +46,7 @@ fn copy_batch(seed: u32) -> Vec<Sample> {
             let symbols: Vec<u32> = (0..8).map(|_| next()).collect();
             let tokens: Vec<u32> = symbols.iter().copied().chain([39]).chain(symbols.iter().copied()).collect();
             let loss_mask = (0..tokens.len()).map(|t| t > 8).collect();
-            Sample { behaviour_logprobs: vec![0.0; tokens.len()], tokens, loss_mask, advantage: 0.0 }
+            Sample { behaviour_logprobs: vec![0.0; tokens.len()], tokens, loss_mask, ..Sample::default() }
         })
         .collect()
 }
@@ -124,6 +126,7 @@ fn grpo_steps_raise_the_reward_of_a_bandit_and_start_on_policy() {
                     loss_mask: vec![false, false, true, true],
                     behaviour_logprobs: [0.0, 0.0].into_iter().chain(logprobs).collect(),
                     advantage: r - group,
+                    ..Sample::default()
                 }
             })
             .collect();

@@ -110,7 +110,7 @@ fn quic_config(mut quic: quic::Config, config: &MeshConfig) -> quic::Config {
     quic.handshake_timeout = config.limits.dial;
     quic.keep_alive_interval = KEEP_ALIVE;
     quic.max_concurrent_stream_limit = u32::try_from(MUXED_STREAMS_MAX).unwrap_or(u32::MAX);
-    // The loopback device takes packets of 64 KiB. Measured on two busy cores (`tests/speed.rs`, twice each, taking turns)
+    // The loopback device takes packets of 64 KiB. Measured on two busy cores (echoed calls, twice each, taking turns)
     // with them and with the usual 1452 bytes: 65–94 and 78–110 µs of CPU for a call of 10 kB, 10.7–12.2 and 13.3–13.5 ms
     // for one of 1 MiB. The receive buffer of 212 kB overflows equally often with both (some 500 packets a run).
     if config.listen.iter().all(is_loopback) { quic.mtu_upper_bound(u16::MAX - 8) } else { quic }

@@ -3,6 +3,7 @@
 use libp2p::multiaddr::Protocol;
 use libp2p::{Multiaddr, StreamProtocol};
 use starling_bootstrap::{Identity, PeerBook};
+use starling_protocol::wire::WIRE_VERSION;
 use starling_protocol::{Hash, NodeId};
 use std::time::Duration;
 
@@ -13,7 +14,8 @@ pub struct MeshConfig {
     pub identity: Identity,
     /// The mesh's id. Nodes of another mesh are refused: all protocol names carry its first eight digits.
     pub network: Hash,
-    /// Where to listen. Default: the loopback device, any port, QUIC and TCP.
+    /// Where to listen. Default: the loopback device, any port, TCP. On one machine the kernel ends the connections of a
+    /// process that was killed at once, and weights move faster than over QUIC; see `docs/mesh.md`.
     pub listen: Vec<Multiaddr>,
     /// Addresses under which this node can be reached from elsewhere, if it cannot find out (port forwarding).
     pub external: Vec<Multiaddr>,
@@ -42,10 +44,7 @@ impl MeshConfig {
         Self {
             identity,
             network,
-            listen: vec![
-                loopback.clone().with(Protocol::Udp(0)).with(Protocol::QuicV1),
-                loopback.with(Protocol::Tcp(0)),
-            ],
+            listen: vec![loopback.with(Protocol::Tcp(0))],
             external: Vec::new(),
             bootstrap: Vec::new(),
             cached: PeerBook::new(),
@@ -102,7 +101,7 @@ impl Default for Limits {
 /// The mesh's protocol names. Each carries the network, so nothing of another mesh is ever understood.
 #[derive(Clone, Debug)]
 pub(crate) struct Names {
-    /// Told by identify: `/starling/<first 8 digits>/1`.
+    /// Told by identify: `/starling/<first 8 digits>/<version>`.
     pub(crate) mesh: String,
     pub(crate) kad: StreamProtocol,
     pub(crate) gossip: StreamProtocol,
@@ -115,10 +114,10 @@ impl Names {
         let short = network.short();
         let name = |what: &str| {
             #[expect(clippy::expect_used, reason = "the text starts with a slash, the only thing that is asked")]
-            StreamProtocol::try_from_owned(format!("/starling/{short}/{what}/1")).expect("starts with /")
+            StreamProtocol::try_from_owned(format!("/starling/{short}/{what}/{WIRE_VERSION}")).expect("starts with /")
         };
         Self {
-            mesh: format!("/starling/{short}/1"),
+            mesh: format!("/starling/{short}/{WIRE_VERSION}"),
             kad: name("kad"),
             gossip: name("gossip"),
             call: name("call"),

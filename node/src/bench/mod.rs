@@ -1,15 +1,21 @@
 //! `starling bench`: what this machine does, beside what it could do at best. How to read it: `docs/benchmarks.md`.
 
+mod calls;
+mod delta;
 mod engine;
 mod episodes;
+mod etcd;
+mod failover;
 mod gateway;
 mod http;
+mod iroh;
 mod load;
 mod machine;
-mod replication;
+mod replicate;
 mod report;
-mod transfer;
+mod tcp;
 mod trio;
+mod weights;
 
 use crate::cli::{BenchArgs, BenchName};
 use crate::{BadInput, print};
@@ -19,11 +25,13 @@ use report::{Report, Row};
 /// Most runs of a measurement: 50 of the slowest one take five minutes.
 const RUNS_MAX: usize = 50;
 
-const ALL: [BenchName; 6] = [
+const ALL: [BenchName; 8] = [
     BenchName::Episodes,
     BenchName::Gateway,
-    BenchName::Replication,
-    BenchName::Transfer,
+    BenchName::Calls,
+    BenchName::Replicate,
+    BenchName::Weights,
+    BenchName::Failover,
     BenchName::Generation,
     BenchName::Training,
 ];
@@ -42,7 +50,7 @@ pub async fn bench(args: &BenchArgs, json: bool) -> anyhow::Result<()> {
     for name in names {
         let bench = text_of(name);
         tracing::info!(bench, runs = args.runs, "measuring");
-        let rows = Box::pin(measure(name, args.runs)).await?;
+        let rows = Box::pin(measure(name, args)).await?;
         let report = Report { bench, machine: machine.clone(), rows };
         if !json {
             // One table at a time: people see what is done.
@@ -61,20 +69,25 @@ fn text_of(name: BenchName) -> &'static str {
     match name {
         BenchName::Episodes => "episodes",
         BenchName::Gateway => "gateway",
-        BenchName::Replication => "replication",
+        BenchName::Calls => "calls",
+        BenchName::Replicate => "replicate",
         BenchName::Generation => "generation",
         BenchName::Training => "training",
-        BenchName::Transfer => "transfer",
+        BenchName::Weights => "weights",
+        BenchName::Failover => "failover",
         BenchName::All => "all",
     }
 }
 
-async fn measure(name: BenchName, runs: usize) -> anyhow::Result<Vec<Row>> {
+async fn measure(name: BenchName, args: &BenchArgs) -> anyhow::Result<Vec<Row>> {
+    let runs = args.runs;
     match name {
         BenchName::Episodes => episodes::measure(runs).await,
         BenchName::Gateway => gateway::measure(runs).await,
-        BenchName::Replication => replication::measure(runs).await,
-        BenchName::Transfer => transfer::measure(runs).await,
+        BenchName::Calls => calls::measure(runs).await,
+        BenchName::Replicate => replicate::measure(runs).await,
+        BenchName::Weights => weights::measure(runs, args.iroh_blobs.as_deref()).await,
+        BenchName::Failover => failover::measure(runs).await,
         BenchName::Generation => tokio::task::block_in_place(|| engine::generation(runs)),
         BenchName::Training => tokio::task::block_in_place(|| engine::training(runs)),
         BenchName::All => Ok(Vec::new()), // taken apart by the caller

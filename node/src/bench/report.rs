@@ -62,6 +62,21 @@ impl Row {
     }
 }
 
+impl Row {
+    /// The worst of the runs of a time, where less is better.
+    pub(super) fn worst(
+        what: impl Into<String>,
+        unit: &'static str,
+        ours: &[f64],
+        peer: Option<(&'static str, &[f64])>,
+    ) -> Self {
+        let worst = |values: &[f64]| values.iter().copied().fold(f64::NAN, f64::max);
+        let other = peer.map(|(name, values)| (name, [worst(values)]));
+        let peer = other.as_ref().map(|(name, value)| (*name, value.as_slice()));
+        Self { runs: ours.len(), ..Self::new(what, unit, Better::Less, &[worst(ours)], peer) }
+    }
+}
+
 impl Report {
     /// For people.
     pub(super) fn table(&self) -> String {
@@ -157,6 +172,12 @@ mod tests {
         assert_eq!((alone.peer, alone.peer_name, alone.ratio), (None, None, None));
         let nothing = Row::new("x", "1/s", Better::More, &[1.0], Some(("p", &[0.0])));
         assert_eq!(nothing.ratio, None);
+    }
+
+    #[test]
+    fn the_worst_time_is_the_longest() {
+        let row = Row::worst("x", "ms", &[1.0, 4.0, 2.0], Some(("p", &[8.0, 2.0])));
+        assert_eq!((row.ours, row.peer, row.ratio, row.runs), (4.0, Some(8.0), Some(2.0), 3));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use starling_core::{CoreConfig, Dispatch, NodeCore};
 use starling_engine::{Device, InferenceOptions};
 use starling_mesh::{Mesh, MeshConfig};
 use starling_protocol::record::{Intake, NodeRecord, Role};
-use starling_protocol::{Hash, JobId, NodeId};
+use starling_protocol::{Hash, JobId, NodeId, StoreId};
 use starling_storage::{RocksOptions, RocksStore, SharedStore, rollouts};
 use std::path::Path;
 use std::sync::Arc;
@@ -139,6 +139,7 @@ fn core_config(node: NodeId, role: Role) -> CoreConfig {
         roles: vec![role],
         record: NodeRecord {
             node,
+            store: StoreId::default(),
             sequence: 0,
             roles: vec![role],
             version: env!("CARGO_PKG_VERSION").into(),
@@ -158,6 +159,7 @@ fn core_config(node: NodeId, role: Role) -> CoreConfig {
             device: Device::Cpu,
             inference: InferenceOptions::default(),
             trainer: TrainerOptions { threads: 1, nice: 0, micro_batch_tokens: 1024 },
+            memory_free_bytes: None,
         }),
         seed: rand::random(),
         clock: Arc::new(wall_clock),

@@ -7,7 +7,7 @@ use anyhow::{Context, bail};
 use serde_json::Value;
 use starling_core::NodeCore;
 use starling_engine::{Checkpoint, Device, LlamaConfig, SaveDtype, Weights};
-use starling_protocol::{ModelName, PolicyVersion};
+use starling_protocol::{ModelName, PolicyVersion, Term};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -87,7 +87,10 @@ pub async fn export_command(client: &AdminClient, model: &str, out: &Path, json:
     let model: ModelName = model.parse().map_err(BadInput::wrap)?;
     let out = std::path::absolute(out)?;
     let v: Value = client.post(&format!("/checkpoints/{model}"), &ExportRequest { out: out.clone() }).await?;
-    print(json, &v, || format!("version {} of {model} lies in {}", v["version"], out.display()))
+    print(json, &v, || {
+        let version = PolicyVersion(v["version"].as_u64().unwrap_or_default());
+        format!("version {version} of {model} lies in {}", out.display())
+    })
 }
 
 /// `checkpoint list`.
@@ -111,8 +114,8 @@ pub async fn list(client: &AdminClient, json: bool) -> anyhow::Result<()> {
                 let name = m["model"].as_str().unwrap_or_default();
                 lines.push(format!(
                     "{name}  version {:>5}  term {:>3}  weights {}",
-                    s["version"],
-                    s["term"],
+                    PolicyVersion(s["version"].as_u64().unwrap_or_default()),
+                    Term(s["term"].as_u64().unwrap_or_default()),
                     &hash[..hash.len().min(16)]
                 ));
             }

@@ -2,6 +2,7 @@
 
 pub mod checkpoint;
 pub mod client;
+pub mod group;
 pub mod job;
 pub mod node;
 pub mod rollout;

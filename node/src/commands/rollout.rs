@@ -3,7 +3,7 @@
 use super::client::AdminClient;
 use crate::{BadInput, print};
 use serde_json::Value;
-use starling_protocol::{JobId, RolloutId};
+use starling_protocol::{JobId, PolicyVersion, RolloutId};
 
 /// `rollout list`.
 ///
@@ -14,7 +14,7 @@ pub async fn list(client: &AdminClient, job: &str, limit: u32, json: bool) -> an
     let v: Value = client.get(&format!("/rollouts?job={job}&limit={limit}")).await?;
     print(json, &v, || {
         let line = |r: &Value| {
-            let by = r["consumed_by"].as_u64().map_or("-".into(), |v| v.to_string());
+            let by = r["consumed_by"].as_u64().map_or("-".into(), |v| PolicyVersion(v).to_string());
             let id = r["id"].as_str().unwrap_or_default();
             format!("{id}  reward {}  turns {}  version {by}  {}", r["reward"], r["turns"], r["task"]["id"])
         };

@@ -24,12 +24,14 @@ struct Summary {
     trace_hash: Hash,
     wall_s: f64,
     virtual_s: f64,
-    /// Of each run: from a death to all others knowing it, in seconds, in a membership scenario.
+    /// Of each run: from a death that lasted to all others knowing it, in seconds.
     detected_in_s: Vec<Option<f64>>,
     /// Of each run: from the heal to convergence, in seconds.
     healed_in_s: Vec<Option<f64>>,
     /// Of each run: what a node sends in a second of the quiet time before the first fault.
     steady: Vec<Option<Load>>,
+    /// Of each run: the same over all of it, joining, faults and healing included.
+    whole_run: Vec<Option<Load>>,
     steps: u64,
     acknowledged: u64,
     consumed: u64,
@@ -208,6 +210,7 @@ fn summary(from: u64, to: u64, outcomes: &[Outcome], violations: Vec<Found>, sta
         detected_in_s: outcomes.iter().map(|o| o.detected_in.map(|d| d.as_secs_f64())).collect(),
         healed_in_s: outcomes.iter().map(|o| o.healed_in.map(|d| d.as_secs_f64())).collect(),
         steady: outcomes.iter().map(|o| o.steady).collect(),
+        whole_run: outcomes.iter().map(|o| o.whole_run).collect(),
         steps: sum(|o| o.counts.steps),
         acknowledged: sum(|o| o.counts.acknowledged),
         consumed: sum(|o| o.counts.consumed),
@@ -222,15 +225,20 @@ fn line(o: &Outcome) -> String {
         (None, Some(healed)) => format!("holds; converged {:.1} s after the heal", healed.as_secs_f64()),
         (None, None) => "holds".to_owned(),
     };
-    let load = o.steady.map_or_else(String::new, |l| {
-        format!("; a node sends {:.1} messages and {:.0} bytes a second", l.messages, l.bytes)
-    });
-    let death =
-        o.detected_in.map_or_else(String::new, |d| format!("; a death was known to all in {:.1} s", d.as_secs_f64()));
+    let figures = figures(o.detected_in.map(|d| d.as_secs_f64()), o.steady, o.whole_run);
     format!(
-        "{:<16} seed {:<6} {:>8} events {:>4} steps {:>5} acknowledged {:>3} crashes  {verdict}{death}{load}",
+        "{:<16} seed {:<6} {:>8} events {:>4} steps {:>5} acknowledged {:>3} crashes  {verdict}{figures}",
         o.scenario, o.seed, o.events, c.steps, c.acknowledged, c.crashes
     )
+}
+
+/// What tells how a mesh behaves as it grows.
+fn figures(detected_in_s: Option<f64>, steady: Option<Load>, whole_run: Option<Load>) -> String {
+    let death = detected_in_s.map_or_else(String::new, |d| format!("; a death was known to all in {d:.1} s"));
+    let load = |l: Load| format!("{:.1} messages and {:.0} bytes a second", l.messages, l.bytes);
+    let steady = steady.map_or_else(String::new, |l| format!("; a node sends {} before the first fault", load(l)));
+    let whole_run = whole_run.map_or_else(String::new, |l| format!("; {} over the whole run", load(l)));
+    format!("{death}{steady}{whole_run}")
 }
 
 fn text(s: &Summary) -> String {
@@ -239,6 +247,13 @@ fn text(s: &Summary) -> String {
          {} crashes; trace {}",
         s.seeds, s.runs, s.events, s.virtual_s, s.wall_s, s.steps, s.acknowledged, s.consumed, s.crashes, s.trace_hash
     );
+    if let ([detected], [healed], [steady], [whole_run]) =
+        (&*s.detected_in_s, &*s.healed_in_s, &*s.steady, &*s.whole_run)
+    {
+        let healed =
+            healed.map_or_else(|| "not converged".to_owned(), |h| format!("converged {h:.1} s after the heal"));
+        out.push_str(&format!("\n{healed}{}", figures(*detected, *steady, *whole_run)));
+    }
     for f in &s.violations {
         let v = &f.violation;
         out.push_str(&format!(

@@ -4,6 +4,7 @@ use super::client::AdminClient;
 use crate::print;
 use crate::units::show_bytes;
 use serde_json::Value;
+use starling_protocol::{PolicyVersion, Term};
 
 /// `status`.
 ///
@@ -28,7 +29,9 @@ pub async fn status(client: &AdminClient, json: bool) -> anyhow::Result<()> {
         }
         for m in list("models") {
             let leads = if m["is_leader"] == true { ", led by this node" } else { "" };
-            out.push_str(&format!("model     {} version {} term {}{leads}\n", m["model"], m["version"], m["term"]));
+            let version = m["version"].as_u64().map_or("-".into(), |v| PolicyVersion(v).to_string());
+            let term = m["term"].as_u64().map_or("-".into(), |t| Term(t).to_string());
+            out.push_str(&format!("model     {} version {version} term {term}{leads}\n", m["model"]));
             for j in m["jobs"].as_array().into_iter().flatten() {
                 let end = j["end"].as_str().unwrap_or("running");
                 out.push_str(&format!("job       {} {}/{} {end}\n", j["name"], j["steps"], j["of"]));

@@ -1,6 +1,5 @@
-//! The demo's processes: started, watched, killed, started again, stopped.
+//! A mesh of processes, for the demo and for benchmarks: started, watched, killed, started again, stopped.
 
-use super::agent_binary;
 use crate::commands::client::AdminClient;
 use crate::commands::job::SubmitReport;
 use crate::data_dir::DataDir;
@@ -15,12 +14,19 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::process::{Child, Command};
 
-/// Servers, the first ones in the list of nodes.
-pub(super) const SERVERS: usize = 3;
-/// Clients, after the servers.
-const CLIENTS: usize = 2;
-/// Episodes at once on each client.
-const SLOTS: usize = 32;
+/// What the mesh consists of.
+#[derive(Clone, Debug)]
+pub(crate) struct Plan {
+    /// Servers, the first ones in the list of nodes.
+    pub(crate) servers: usize,
+    /// Clients, after the servers.
+    pub(crate) clients: usize,
+    /// Episodes at once on each client.
+    pub(crate) slots: usize,
+    /// Further arguments of every node.
+    pub(crate) arguments: Vec<String>,
+}
+
 /// A node must be up within this time.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
@@ -31,15 +37,15 @@ const TASKS: [(&str, &str); 4] = [
     ("tasks/calculator/heldout.jsonl", include_str!("../../../tasks/calculator/heldout.jsonl")),
 ];
 
-/// The demo's job with the task sets that the binary carries.
-pub(super) fn submission(steps: u64, seed: u64) -> anyhow::Result<Submission> {
+/// A job whose task files are those that the binary carries, as `../tasks/…`.
+pub(crate) fn submission(job: &str, steps: u64, seed: u64) -> anyhow::Result<Submission> {
     let dir = tempfile::tempdir()?;
     for (path, text) in TASKS {
         let path = dir.path().join(path);
         std::fs::create_dir_all(path.parent().context("task files lie in folders")?)?;
         std::fs::write(path, text)?;
     }
-    let mut job = JobFile::parse(super::JOB_TOML)?;
+    let mut job = JobFile::parse(job)?;
     job.steps = steps;
     job.seed = seed;
     for t in &mut job.tasks {
@@ -49,7 +55,7 @@ pub(super) fn submission(steps: u64, seed: u64) -> anyhow::Result<Submission> {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum NodeKind {
+pub(crate) enum NodeKind {
     Server,
     Client,
 }
@@ -62,8 +68,9 @@ struct Process {
     node: Option<NodeId>,
 }
 
-pub(super) struct Demo {
+pub(crate) struct Demo {
     root: PathBuf,
+    plan: Plan,
     processes: Vec<Process>,
     ticket: Option<String>,
     peak_rss_kib: u64,
@@ -71,44 +78,44 @@ pub(super) struct Demo {
 }
 
 impl Demo {
-    /// Folders under `report/nodes`, emptied first: a demo starts from nothing.
-    pub(super) fn new(report: &Path) -> anyhow::Result<Self> {
-        let root = report.join("nodes");
+    /// Folders under `dir/nodes`, emptied first: a mesh starts from nothing.
+    pub(crate) fn new(dir: &Path, plan: Plan) -> anyhow::Result<Self> {
+        let root = dir.join("nodes");
         if root.exists() {
             std::fs::remove_dir_all(&root).with_context(|| format!("cannot empty {}", root.display()))?;
         }
         let mut processes = Vec::new();
-        for i in 0..SERVERS + CLIENTS {
-            let (kind, name) = if i < SERVERS {
+        for i in 0..plan.servers + plan.clients {
+            let (kind, name) = if i < plan.servers {
                 (NodeKind::Server, format!("server-{}", i + 1))
             } else {
-                (NodeKind::Client, format!("client-{}", i + 1 - SERVERS))
+                (NodeKind::Client, format!("client-{}", i + 1 - plan.servers))
             };
             let data = DataDir::open(Some(&root.join(name)))?;
             processes.push(Process { kind, data, child: None, client: None, node: None });
         }
-        Ok(Self { root, processes, ticket: None, peak_rss_kib: 0, last_sample: None })
+        Ok(Self { root, plan, processes, ticket: None, peak_rss_kib: 0, last_sample: None })
     }
 
-    pub(super) fn logs(&self) -> &Path {
+    pub(crate) fn logs(&self) -> &Path {
         &self.root
     }
 
-    pub(super) fn name(&self, i: usize) -> String {
+    pub(crate) fn name(&self, i: usize) -> String {
         let path = self.processes[i].data.path();
         path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default()
     }
 
-    pub(super) fn index_of(&self, node: NodeId) -> Option<usize> {
+    pub(crate) fn index_of(&self, node: NodeId) -> Option<usize> {
         self.processes.iter().position(|p| p.node == Some(node))
     }
 
-    pub(super) fn peak_rss_mib(&self) -> u64 {
+    pub(crate) fn peak_rss_mib(&self) -> u64 {
         self.peak_rss_kib / 1024
     }
 
     /// Admin clients of the servers that run, with their index.
-    pub(super) fn live_servers(&self) -> Vec<(usize, AdminClient)> {
+    pub(crate) fn live_servers(&self) -> Vec<(usize, AdminClient)> {
         let live = |(i, p): (usize, &Process)| {
             let up = p.kind == NodeKind::Server && p.child.is_some();
             p.client.clone().filter(|_| up).map(|c| (i, c))
@@ -116,7 +123,7 @@ impl Demo {
         self.processes.iter().enumerate().filter_map(live).collect()
     }
 
-    pub(super) async fn start_all(&mut self) -> anyhow::Result<()> {
+    pub(crate) async fn start_all(&mut self) -> anyhow::Result<()> {
         self.start(NodeKind::Server, 0).await?;
         let client = self.processes[0].client.clone().context("the first server runs")?;
         let ticket: Value = client.get("/ticket").await?;
@@ -141,7 +148,7 @@ impl Demo {
     }
 
     /// Starts node `i`, for the first time or again, and waits until it answers.
-    pub(super) async fn start(&mut self, kind: NodeKind, i: usize) -> anyhow::Result<()> {
+    pub(crate) async fn start(&mut self, kind: NodeKind, i: usize) -> anyhow::Result<()> {
         let name = self.name(i);
         let process = &mut self.processes[i];
         process.data.clear_running();
@@ -152,11 +159,11 @@ impl Demo {
             Some(t) => command.arg("join").arg(t),
             None => command.args(["node", "run"]),
         };
-        command.args(["--http", "127.0.0.1:0", "--threads", "2"]);
+        command.args(["--http", "127.0.0.1:0", "--threads", "2"]).args(&self.plan.arguments);
         match kind {
             NodeKind::Server => command.args(["--role", "server"]),
             NodeKind::Client => {
-                command.args(["--role", "client", "--agent-mode", "worker", "--slots", &SLOTS.to_string()]);
+                command.args(["--role", "client", "--agent-mode", "worker", "--slots", &self.plan.slots.to_string()]);
                 command.arg("--agent").arg(format!("{} --worker", agent_binary()?.display()))
             }
         };
@@ -183,13 +190,13 @@ impl Demo {
         Ok(())
     }
 
-    pub(super) async fn submit(&self, s: &Submission) -> anyhow::Result<SubmitReport> {
+    pub(crate) async fn submit(&self, s: &Submission) -> anyhow::Result<SubmitReport> {
         let client = self.processes[0].client.as_ref().context("the first server runs")?;
         client.post("/jobs", s).await
     }
 
     /// SIGKILL, as a power cut would be.
-    pub(super) fn kill(&mut self, i: usize) -> anyhow::Result<()> {
+    pub(crate) fn kill(&mut self, i: usize) -> anyhow::Result<()> {
         let process = &mut self.processes[i];
         if let Some(mut child) = process.child.take() {
             child.start_kill().context("cannot kill the leader")?;
@@ -200,7 +207,7 @@ impl Demo {
     }
 
     /// A node that ended although nobody asked it to.
-    pub(super) fn unexpected_exit(&mut self) -> anyhow::Result<Option<String>> {
+    pub(crate) fn unexpected_exit(&mut self) -> anyhow::Result<Option<String>> {
         for i in 0..self.processes.len() {
             let exited = match &mut self.processes[i].child {
                 Some(c) => c.try_wait()?,
@@ -213,7 +220,7 @@ impl Demo {
         Ok(None)
     }
 
-    pub(super) async fn stop_all(&mut self) {
+    pub(crate) async fn stop_all(&mut self) {
         for p in &self.processes {
             if let Some(pid) = p.child.as_ref().and_then(Child::id).and_then(|p| i32::try_from(p).ok()) {
                 // SAFETY: kill has no memory effects; the pid is of a child that was not waited for yet.
@@ -230,7 +237,7 @@ impl Demo {
     }
 
     /// Resident memory of the nodes and their agents, all together; sampled twice a second.
-    pub(super) fn sample_memory(&mut self) {
+    pub(crate) fn sample_memory(&mut self) {
         if self.last_sample.is_some_and(|t| t.elapsed() < Duration::from_millis(500)) {
             return;
         }
@@ -240,7 +247,7 @@ impl Demo {
     }
 
     /// From the stores alone: what was acknowledged, held, consumed.
-    pub(super) fn audit(&self) -> anyhow::Result<AuditReport> {
+    pub(crate) fn audit(&self) -> anyhow::Result<AuditReport> {
         let mut stores: Vec<SharedStore> = Vec::new();
         for p in &self.processes {
             let path = p.data.store();
@@ -281,4 +288,14 @@ fn tree_rss_kib(roots: &[u32]) -> u64 {
         i += 1;
     }
     tree.into_iter().map(rss_kib).sum()
+}
+
+/// The agent that clients run: the example in Rust, beside this binary.
+fn agent_binary() -> anyhow::Result<PathBuf> {
+    let exe = std::env::current_exe().context("cannot find this program")?;
+    let agent = exe.with_file_name("starling-agent-rust");
+    if !agent.is_file() {
+        bail!("{} is missing: build it with `make build`", agent.display());
+    }
+    Ok(agent)
 }

@@ -3,14 +3,14 @@
 //! It drives the mesh as a person would, through the binary and its admin routes; what it reports of lost and
 //! twice-consumed rollouts is read from the nodes' stores after they ended.
 
-mod mesh;
+pub(crate) mod mesh;
 mod report;
 mod watch;
 
 use crate::cli::DemoArgs;
 use crate::{embedded, print};
-use anyhow::{Context, bail};
-use mesh::{Demo, NodeKind};
+use anyhow::Context;
+use mesh::{Demo, NodeKind, Plan};
 use report::Summary;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -42,10 +42,10 @@ pub async fn demo(args: &DemoArgs, json: bool) -> anyhow::Result<ExitCode> {
             let _ = print(false, &(), || format!("{:6.1} s  {text}", started.elapsed().as_secs_f64()));
         }
     };
-    let mut demo = Demo::new(&args.report)?;
+    let mut demo = Demo::new(&args.report, Plan { servers: 3, clients: 2, slots: 32, arguments: Vec::new() })?;
     say("starting three servers and two clients".into());
     demo.start_all().await?;
-    let submission = mesh::submission(steps, args.seed)?;
+    let submission = mesh::submission(JOB_TOML, steps, args.seed)?;
     let job = demo.submit(&submission).await?;
     say(format!("job {} submitted: {steps} steps on {}", job.job, embedded::MODEL_NAME));
 
@@ -101,14 +101,4 @@ pub async fn demo(args: &DemoArgs, json: bool) -> anyhow::Result<ExitCode> {
         }
         Ok(ExitCode::FAILURE)
     }
-}
-
-/// The agent that the demo runs: the example in Rust, beside this binary.
-fn agent_binary() -> anyhow::Result<std::path::PathBuf> {
-    let exe = std::env::current_exe().context("cannot find this program")?;
-    let agent = exe.with_file_name("starling-agent-rust");
-    if !agent.is_file() {
-        bail!("{} is missing: build it with `make build`", agent.display());
-    }
-    Ok(agent)
 }

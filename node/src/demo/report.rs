@@ -71,6 +71,7 @@ impl Summary {
             format!("{} rollouts were consumed twice", audit.consumed_twice.len()),
         );
         promise(audit.forked_versions.is_empty(), format!("{} versions exist twice", audit.forked_versions.len()));
+        promise(audit.deposed.is_empty(), format!("{} steps are a deposed leader's", audit.deposed.len()));
         promise(audit.corrupt.is_empty(), format!("{} stored values do not match their hash", audit.corrupt.len()));
         promise(watch.steps() >= steps_wanted, format!("{} of {steps_wanted} steps were committed", watch.steps()));
         promise(watch.leader_kills() > 0, "the leader was never killed".into());

@@ -4,7 +4,7 @@ use super::mesh::Demo;
 use serde_json::Value;
 use starling_protocol::assignment::EvalPhase;
 use starling_protocol::control::{EvalScore, EvaluationCompleted};
-use starling_protocol::{ModelName, NodeId};
+use starling_protocol::{ModelName, NodeId, PolicyVersion, Term};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
@@ -114,7 +114,7 @@ impl Watch {
     pub(super) async fn poll(&mut self, demo: &Demo) {
         for (_, client) in demo.live_servers() {
             let Ok(status) = client.get::<Value>(&format!("/models/{}", self.model)).await else { continue };
-            let ahead = status["version"].as_u64().unwrap_or(0) > self.steps();
+            let ahead = steps_of(&status["version"]) > self.steps();
             self.on_status(&status);
             if ahead && let Ok(steps) = client.get::<Value>(&format!("/steps/{}", self.model)).await {
                 self.on_steps(&steps);
@@ -134,7 +134,7 @@ impl Watch {
             {
                 let ms = u64::try_from(k.at.elapsed().as_millis()).unwrap_or(u64::MAX);
                 k.election_ms = Some(ms);
-                self.news.push(format!("a new leader after {ms} ms: {} in term {term}", node.short()));
+                self.news.push(format!("a new leader after {ms} ms: {} in term {}", node.short(), Term(term)));
             }
             self.leader = Some((node, term));
             self.terms_led.insert(term);
@@ -163,7 +163,7 @@ impl Watch {
 
     fn on_steps(&mut self, v: &Value) {
         for s in v["steps"].as_array().into_iter().flatten() {
-            let version = s["version"].as_u64().unwrap_or(0);
+            let version = steps_of(&s["version"]);
             if version <= self.steps() {
                 continue;
             }
@@ -193,4 +193,9 @@ impl Watch {
 fn bar(reward: f64) -> String {
     let full = (0..10).filter(|i| f64::from(*i) + 0.5 < reward * 10.0).count();
     format!("{}{}", "█".repeat(full), "·".repeat(10 - full))
+}
+
+/// Steps that made a version.
+fn steps_of(version: &Value) -> u64 {
+    PolicyVersion(version.as_u64().unwrap_or(0)).steps()
 }

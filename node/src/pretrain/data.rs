@@ -129,7 +129,7 @@ impl Exercise {
         answer.push(END);
         say(answer, true);
         let n = tokens.len();
-        Sample { tokens, loss_mask, behaviour_logprobs: vec![0.0; n], advantage: 1.0 }
+        Sample { tokens, loss_mask, behaviour_logprobs: vec![0.0; n], ..Sample::default() }
     }
 }
 

@@ -14,7 +14,9 @@ use data::Exercises;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use serde_json::json;
-use starling_engine::{Checkpoint, Device, LlamaConfig, Sample, SaveDtype, Trainer, TrainerConfig, Weights};
+use starling_engine::{
+    Architecture, Checkpoint, Device, LlamaConfig, Sample, SaveDtype, Trainer, TrainerConfig, Weights,
+};
 use starling_gateway::text::byte_model;
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -39,6 +41,7 @@ const CAREFUL: f64 = 0.84;
 #[must_use]
 pub fn config() -> LlamaConfig {
     LlamaConfig {
+        architecture: Architecture::Llama,
         vocab_size: byte_model::VOCAB_SIZE as usize,
         hidden_size: 128,
         intermediate_size: 384,
@@ -48,6 +51,7 @@ pub fn config() -> LlamaConfig {
         head_dim: 32,
         rms_norm_eps: 1e-5,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         max_position_embeddings: 512,
         tie_word_embeddings: true,
         bos_token_id: None,
@@ -73,15 +77,10 @@ pub fn pretrain(args: &PretrainArgs, json: bool) -> anyhow::Result<()> {
     let tc = TrainerConfig {
         learning_rate: LEARNING_RATE,
         betas: (0.9, 0.98),
-        eps: 1e-8,
         weight_decay: 0.01,
-        max_grad_norm: 1.0,
-        clip_low: 0.2,
-        clip_high: 0.2,
-        minibatches: 1,
         micro_batch_tokens: 8192,
         threads: args.threads.clamp(1, 64),
-        nice: 0,
+        ..TrainerConfig::default()
     };
     let mut trainer = Trainer::new(cfg.clone(), &Weights::random(&cfg, &device, args.seed)?, tc, device.clone())?;
     let mut rng = ChaCha8Rng::seed_from_u64(args.seed);

@@ -13,7 +13,7 @@ pub(super) struct NothingLost {
 
 impl NothingLost {
     fn check(&self, id: RolloutId, facts: &RolloutFacts) -> Result<(), Conflict> {
-        let safe = facts.acknowledged.is_none() || facts.consumed_by.is_some() || !facts.durable.is_empty();
+        let safe = facts.acknowledged.is_none() || !facts.consumed_by.is_empty() || !facts.durable.is_empty();
         let destroyed = u32::try_from(facts.destroyed.len()).unwrap_or(u32::MAX);
         if safe || destroyed >= self.replication {
             return Ok(());

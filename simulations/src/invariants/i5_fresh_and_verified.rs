@@ -3,8 +3,8 @@ use crate::event::Event;
 use crate::oracle::Oracle;
 use std::time::Duration;
 
-/// I5: a step trains version `v − 1` on rollouts that an honest client sealed, whose oldest sampled token is at most
-/// `staleness_max` versions older.
+/// I5: a step trains its parent on rollouts that an honest client sealed, whose oldest sampled token is of a version
+/// that the parent goes back to, by at most `staleness_max` steps.
 #[derive(Debug)]
 pub(super) struct FreshAndVerified {
     pub(super) staleness_max: u64,
@@ -15,8 +15,7 @@ impl Invariant for FreshAndVerified {
         "I5 consumed rollouts are verified and within the staleness bound"
     }
     fn on_event(&mut self, _at: Duration, event: &Event, oracle: &Oracle) -> Result<(), Conflict> {
-        let Event::Applied { model, version, consumed, .. } = event else { return Ok(()) };
-        let trained = version.0.saturating_sub(1);
+        let Event::Applied { model, parent: trained, version, consumed, .. } = event else { return Ok(()) };
         for id in consumed {
             let Some(facts) = oracle.rollouts.get(id).filter(|f| f.model.is_some()) else {
                 return Err(format!("{model} version {version} consumed {}, which nobody sealed", id.short()));
@@ -28,7 +27,8 @@ impl Invariant for FreshAndVerified {
                 return Err(format!("{model} version {version} consumed {} of {:?}", id.short(), facts.model));
             }
             if let Some(oldest) = facts.oldest
-                && trained.saturating_sub(oldest.0) > self.staleness_max
+                && (trained.steps().saturating_sub(oldest.steps()) > self.staleness_max
+                    || !oracle.descends(model, *trained, oldest))
             {
                 return Err(format!(
                     "{model}: version {trained} was trained on {} of version {oldest}, at most {} versions apart are allowed",

@@ -5,12 +5,13 @@ use starling_protocol::{ModelName, PolicyVersion, Term};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// I6: a step is committed by the leader of its own term, and no step of an older term is committed after one of a
-/// newer: the first holder that a step names is the node that made it.
+/// I6: a step stands in a log entry of its own term, it was made by that term's leader (which is the first holder that it
+/// names), and no step of an older term is committed after one of a newer in the same line.
 #[derive(Debug, Default)]
 pub(super) struct DeposedCommitsNothing {
     leaders: BTreeMap<(ModelName, Term), NodeIx>,
-    newest: BTreeMap<ModelName, (PolicyVersion, Term)>,
+    /// By model and line.
+    newest: BTreeMap<(ModelName, u64), (PolicyVersion, Term)>,
 }
 
 impl Invariant for DeposedCommitsNothing {
@@ -23,7 +24,13 @@ impl Invariant for DeposedCommitsNothing {
                 self.leaders.insert((model.clone(), *term), *node);
                 Ok(())
             }
-            Event::Applied { model, version, term, holders, .. } => {
+            Event::Applied { node, model, version, term, logged, holders, .. } => {
+                if term != logged {
+                    return Err(format!(
+                        "node {} applied {model} version {version} of term {term}, a deposed leader's, from an entry of term {logged}",
+                        node.0
+                    ));
+                }
                 let leader = self.leaders.get(&(model.clone(), *term));
                 match leader {
                     None => return Err(format!("{model} version {version} is of term {term}, in which nobody led")),
@@ -36,7 +43,7 @@ impl Invariant for DeposedCommitsNothing {
                     }
                     Some(_) => {}
                 }
-                let newest = self.newest.entry(model.clone()).or_insert((*version, *term));
+                let newest = self.newest.entry((model.clone(), version.mark())).or_insert((*version, *term));
                 if version > &newest.0 {
                     if *term < newest.1 {
                         return Err(format!(

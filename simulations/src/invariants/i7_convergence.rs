@@ -3,8 +3,8 @@ use crate::event::Event;
 use crate::oracle::Oracle;
 use std::time::Duration;
 
-/// I7: after a heal, all live servers come to serve the newest committed version, and training goes on, within the
-/// scenario's bound.
+/// I7: after a heal, all live servers come into the greatest line, serve the newest version committed in it, and training
+/// goes on, within the scenario's bound.
 #[derive(Debug)]
 pub(super) struct Convergence;
 
@@ -28,7 +28,8 @@ impl Invariant for Convergence {
             for node in end.servers {
                 let served = oracle.served.get(&(*node, model.clone()));
                 if served != Some(&newest) {
-                    why.push(format!("node {} serves {model} {served:?} of {newest}", node.0));
+                    let (line, served) = (oracle.lineage_of(*node, model).line, served.map(ToString::to_string));
+                    why.push(format!("node {} in {line} serves {model} {served:?} of {newest}", node.0));
                 }
             }
         }

@@ -1,6 +1,5 @@
 //! A run as a page: a lane per node, stepped through event by event.
 
-use crate::event::Event;
 use crate::run::Outcome;
 use crate::scenario::Scenario;
 use serde_json::{Value, json};
@@ -32,7 +31,10 @@ fn data(scenario: &Scenario, o: &Outcome) -> Value {
         let traffic = o.traffic.get(i).cloned().unwrap_or_default();
         json!({ "name": name, "role": scenario.nodes[*g].role.roles(), "traffic": traffic })
     });
-    let events = o.record.iter().filter(|(_, e)| is_shown(e)).map(|(at, e)| json!([at.as_secs_f64(), e]));
+    let events = o.record.iter().map(|(at, e)| json!([at.as_secs_f64(), e]));
+    let left_out = o.left_out.between.map(
+        |(from, to)| json!({ "events": o.left_out.events, "from_s": from.as_secs_f64(), "to_s": to.as_secs_f64() }),
+    );
     json!({
         "scenario": scenario.name,
         "about": scenario.about,
@@ -43,11 +45,7 @@ fn data(scenario: &Scenario, o: &Outcome) -> Value {
         "counts": o.counts,
         "violations": o.violations,
         "nodes": nodes.collect::<Vec<_>>(),
+        "left_out": left_out,
         "events": events.collect::<Vec<_>>(),
     })
-}
-
-/// Waits that have their reason and are short say nothing.
-fn is_shown(event: &Event) -> bool {
-    !matches!(event, Event::Waits { since, .. } if since.as_secs() < 2)
 }

@@ -86,6 +86,8 @@ pub enum FaultKind {
         power_loss: bool,
         /// The disk is lost too.
         disk_lost: bool,
+        /// The node's key is not lost with the disk: it comes back as itself, with nothing that it promised.
+        key_kept: bool,
         /// Back after this time; never if `None`.
         away: Option<Duration>,
     },

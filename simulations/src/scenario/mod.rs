@@ -35,6 +35,8 @@ pub struct Scenario {
     /// After it everything is healed, and within this time every live server must have the newest version (I7), a
     /// step must be committed and nothing may wait without a reason.
     pub converge: Duration,
+    /// How long a quorum must be lost before its survivors open a new generation; a node's default if not said.
+    pub generation_after: Option<Duration>,
     /// Groups of equal nodes, in the order of the file.
     pub nodes: Vec<NodeGroup>,
     /// Device classes by name.

@@ -26,7 +26,11 @@ fn drawn(scenario: &Scenario, rng: &mut ChaCha8Rng) -> Vec<Fault> {
     let end = scenario.duration.as_secs_f64();
     let n = rng.random_range(2..=6);
     let mut disk_lost = false;
-    let mut faults = Vec::with_capacity(n);
+    let mut faults = Vec::with_capacity(n + 1);
+    // Where survivors may go on without a quorum, it may be lost for good.
+    if scenario.generation_after.is_some() && rng.random_bool(0.6) {
+        faults.extend(lost_quorum(scenario, rng, end));
+    }
     for _ in 0..n {
         let at = Duration::from_secs_f64(rng.random_range(0.1..0.8) * end);
         let lasts = Duration::from_secs_f64(rng.random_range(1.0..(end / 3.0).max(2.0)));
@@ -42,6 +46,8 @@ fn drawn(scenario: &Scenario, rng: &mut ChaCha8Rng) -> Vec<Fault> {
                         nodes: vec![victim(scenario, rng)],
                         power_loss: lost || rng.random_bool(0.6),
                         disk_lost: lost,
+                        // An operator's backup of the key, now and then.
+                        key_kept: lost && rng.random_bool(0.5),
                         away: Some(Duration::from_secs_f64(rng.random_range(0.2..15.0))),
                     }
                 }
@@ -65,6 +71,26 @@ fn drawn(scenario: &Scenario, rng: &mut ChaCha8Rng) -> Vec<Fault> {
         faults.push(Fault { at, lasts: (!over_at_once).then_some(lasts), kind });
     }
     faults
+}
+
+/// So many servers die at once, for good, that the others are no majority; at least one survives.
+fn lost_quorum(scenario: &Scenario, rng: &mut ChaCha8Rng, end: f64) -> Option<Fault> {
+    let names = scenario.node_names();
+    let serves = |(name, group): &(String, usize)| scenario.nodes[*group].role.serves().then(|| name.clone());
+    let mut servers: Vec<String> = names.iter().filter_map(serves).collect();
+    if servers.len() < 2 {
+        return None;
+    }
+    let lost = rng.random_range(servers.len().div_ceil(2)..servers.len());
+    let nodes = (0..lost).map(|_| Select::Node(servers.swap_remove(rng.random_range(0..servers.len()))));
+    let kind = FaultKind::Crash {
+        nodes: nodes.collect(),
+        power_loss: rng.random_bool(0.5),
+        disk_lost: false,
+        key_kept: false,
+        away: None,
+    };
+    Some(Fault { at: Duration::from_secs_f64(rng.random_range(0.15..0.5) * end), lasts: None, kind })
 }
 
 /// Mostly whoever matters most.

@@ -46,6 +46,8 @@ struct Raw {
     duration_s: Duration,
     #[serde(deserialize_with = "seconds", default = "a_minute")]
     converge_s: Duration,
+    #[serde(default, deserialize_with = "maybe_seconds")]
+    generation_after_s: Option<Duration>,
     #[serde(rename = "node")]
     nodes: Vec<Spanned<NodeGroup>>,
     #[serde(default)]
@@ -135,6 +137,8 @@ struct RawFault {
     power_loss: Option<bool>,
     #[serde(default)]
     disk_lost: Option<bool>,
+    #[serde(default)]
+    key_kept: Option<bool>,
     #[serde(default)]
     loss: Option<f64>,
     #[serde(default)]
@@ -247,6 +251,7 @@ impl Reader<'_> {
             mode: raw.mode,
             duration: raw.duration_s,
             converge: raw.converge_s,
+            generation_after: raw.generation_after_s,
             nodes,
             devices,
             network,
@@ -475,6 +480,7 @@ impl Reader<'_> {
                 nodes: nodes("nodes")?,
                 power_loss: raw.power_loss.unwrap_or(false),
                 disk_lost: raw.disk_lost.unwrap_or(false),
+                key_kept: raw.key_kept.unwrap_or(false),
                 away: raw.away_s,
             },
             "churn" => FaultKind::Churn {
@@ -548,6 +554,7 @@ impl Reader<'_> {
             ("away_s", raw.away_s.is_some()),
             ("power_loss", raw.power_loss.is_some()),
             ("disk_lost", raw.disk_lost.is_some()),
+            ("key_kept", raw.key_kept.is_some()),
             ("loss", raw.loss.is_some()),
             ("latency_ms", raw.latency_ms.is_some()),
             ("bandwidth_kib_s", raw.bandwidth_kib_s.is_some()),
@@ -575,7 +582,7 @@ const KEYS: [(&str, &[&str]); 18] = [
     ("flapping", &["for_s", "sides", "period_s"]),
     ("isolate", &["for_s", "nodes"]),
     ("degrade", &["for_s", "nodes", "loss", "latency_ms", "bandwidth_kib_s"]),
-    ("crash", &["nodes", "power_loss", "disk_lost", "away_s"]),
+    ("crash", &["nodes", "power_loss", "disk_lost", "key_kept", "away_s"]),
     ("churn", &["for_s", "nodes", "session", "mean_s", "away_s"]),
     ("mass_leave", &["nodes", "share", "away_s"]),
     ("join", &["nodes"]),

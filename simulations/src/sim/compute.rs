@@ -6,9 +6,9 @@
 use super::recorder::Recorder;
 use crate::event::{Event, NodeIx};
 use crate::scenario::Device;
-use starling_core::compute::{Compute, Engine, StepTrainer, Stepped};
+use starling_core::compute::{Compute, Engine, StepInput, StepTrainer, Stepped, TrainerStart, TrainingMemory};
 use starling_core::runtime::spawn;
-use starling_engine::{EngineError, FinishReason, GenerateRequest, Sample, SampledToken, StepReport, TokenSink};
+use starling_engine::{EngineError, FinishReason, GenerateRequest, SampledToken, StepReport, TokenSink};
 use starling_protocol::job::TrainerSpec;
 use starling_protocol::{Hash, ModelName, PolicyVersion};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -21,6 +21,8 @@ use tokio::time::sleep;
 const QUEUE_MAX: usize = 1024;
 /// Ids of tokens.
 const VOCABULARY: u32 = 256;
+/// Memory that a trainer is said to take.
+const TRAINER_GIB: u64 = 4;
 /// Tokens that come together when they come faster than the clock ticks.
 const BURST_MAX: u32 = 8;
 
@@ -75,11 +77,11 @@ impl Compute for SimCompute {
     fn start_trainer(
         &self,
         config: &[u8],
-        weights: Vec<u8>,
-        optimizer_state: Option<Vec<u8>>,
+        start: TrainerStart,
         _spec: &TrainerSpec,
     ) -> Result<Box<dyn StepTrainer>, String> {
         model_of(config)?;
+        let TrainerStart { weights, optimizer_state, .. } = start;
         let steps = match optimizer_state.as_deref().map(<[u8; 8]>::try_from) {
             None => 0,
             Some(Ok(bytes)) => u64::from_le_bytes(bytes),
@@ -87,6 +89,12 @@ impl Compute for SimCompute {
         };
         let inner = Arc::new(Mutex::new(TrainerState { weights, steps }));
         Ok(Box::new(SimTrainer { compute: self.clone(), inner }))
+    }
+
+    fn training_memory(&self, config: &[u8]) -> Result<TrainingMemory, String> {
+        model_of(config)?;
+        let gib = |n: u64| n << 30;
+        Ok(TrainingMemory { needed_bytes: gib(TRAINER_GIB), free_bytes: Some(gib(self.device.memory_gib)) })
     }
 }
 
@@ -202,7 +210,7 @@ struct SimTrainer {
 }
 
 impl StepTrainer for SimTrainer {
-    fn step(&self, samples: Vec<Sample>, with_optimizer_state: bool) -> oneshot::Receiver<Result<Stepped, String>> {
+    fn step(&self, input: StepInput) -> oneshot::Receiver<Result<Stepped, String>> {
         let (answer, done) = oneshot::channel();
         let (compute, inner) = (self.compute.clone(), self.inner.clone());
         drop(spawn(async move {
@@ -212,7 +220,7 @@ impl StepTrainer for SimTrainer {
             let mut h = blake3::Hasher::new();
             h.update(&state.weights);
             let mut trained = 0;
-            for s in &samples {
+            for s in &input.samples {
                 trained += s.loss_mask.iter().filter(|m| **m).count() as u64;
                 h.update(&s.advantage.to_le_bytes());
                 for id in &s.tokens {
@@ -226,7 +234,7 @@ impl StepTrainer for SimTrainer {
             state.weights[..new.len()].copy_from_slice(&new);
             let stepped = Stepped {
                 weights: state.weights.clone(),
-                optimizer_state: with_optimizer_state.then(|| state.steps.to_le_bytes().to_vec()),
+                optimizer_state: input.with_optimizer_state.then(|| state.steps.to_le_bytes().to_vec()),
                 report: StepReport { trained_tokens: trained, ..StepReport::default() },
             };
             let _gone = answer.send(Ok(stepped));

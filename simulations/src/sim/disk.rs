@@ -3,15 +3,15 @@
 use super::recorder::Recorder;
 use crate::event::{Event, NodeIx};
 use starling_protocol::codec::decode;
-use starling_protocol::control::StepCommitted;
-use starling_protocol::{PolicyVersion, RolloutId};
-use starling_storage::schema::{hash_at_end, split_numbered_key};
+use starling_protocol::{Lineage, PolicyVersion, RolloutId};
+use starling_storage::schema::{hash_at_end, split_numbered_key, split_raft_meta_key};
+use starling_storage::steps::StoredStep;
 use starling_storage::{Batch, Durability, Family, KeyValue, MemoryStore, Op, Store, StoreError};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// As `starling_storage` bounds it.
-const STEP_LEN_BYTES_MAX: usize = 16 << 20;
+/// A line has at most 255 before it, a version each.
+const LINEAGE_LEN_BYTES_MAX: usize = 4 << 10;
 
 /// See the module's text. It outlives its node's processes.
 pub(crate) struct SimDisk {
@@ -86,23 +86,38 @@ impl SimDisk {
                     }
                 }
                 Op::Put(Family::Consumed, key, value) => self.tell_consumed(key, value),
+                Op::Delete(Family::Consumed, key) => {
+                    if let Some(rollout) = hash_at_end(key) {
+                        self.recorder.record(Event::Unmarked { node: self.node, rollout });
+                    }
+                }
+                Op::Put(Family::RaftMeta, key, value) => self.tell_line(key, value),
                 _ => {}
             }
         }
     }
 
     fn tell_step(&self, key: &[u8], value: &[u8]) {
-        let step = decode::<StepCommitted>("step", value, STEP_LEN_BYTES_MAX);
-        let (Some((model, _)), Ok(step)) = (split_numbered_key(key), step) else { return };
+        let (Some((model, _)), Ok(row)) = (split_numbered_key(key), StoredStep::from_row(value)) else { return };
+        let StoredStep { step, logged } = row;
         self.recorder.record(Event::Applied {
             node: self.node,
             model,
+            parent: step.parent,
             version: step.version,
             term: step.term,
+            logged,
             weights: step.weights.hash,
             holders: self.recorder.indices(&step.holders),
             consumed: step.consumed,
         });
+    }
+
+    fn tell_line(&self, key: &[u8], value: &[u8]) {
+        let Some((model, "lineage")) = split_raft_meta_key(key) else { return };
+        if let Ok(lineage) = decode::<Lineage>("lineage", value, LINEAGE_LEN_BYTES_MAX) {
+            self.recorder.record(Event::Entered { node: self.node, model, lineage });
+        }
     }
 
     fn tell_consumed(&self, key: &[u8], value: &[u8]) {

@@ -9,72 +9,96 @@ use rand_chacha::ChaCha8Rng;
 use starling_core::memory_network::MemoryNetwork;
 use starling_protocol::ModelName;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 use std::time::Duration;
 
 /// Cut links. Faults overlap: a link is whole again when the last fault that cuts it is over.
 #[derive(Debug, Default)]
-pub(crate) struct Cuts(BTreeMap<(NodeIx, NodeIx), u32>);
+pub(crate) struct Cuts {
+    links: BTreeMap<(NodeIx, NodeIx), u32>,
+    /// Splits that last, by the network's number.
+    splits: BTreeMap<u64, Vec<Vec<NodeIx>>>,
+}
 
-/// The links that one fault cuts, each in one direction.
-pub(crate) type CutSet = BTreeSet<(NodeIx, NodeIx)>;
+/// What one fault cuts.
+#[derive(Clone, Debug)]
+pub(crate) enum CutSet {
+    /// Both directions of every link between different sides: of ten thousand nodes, fifty million.
+    Between(Vec<Vec<NodeIx>>),
+    /// These links, each in one direction.
+    Links(BTreeSet<(NodeIx, NodeIx)>),
+}
+
+/// What has been cut, so that it can be healed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cut {
+    Split(u64),
+    Links,
+}
 
 impl Cuts {
-    pub(crate) fn cut(&mut self, set: &CutSet, nodes: &[SimNode], network: &Arc<MemoryNetwork>) {
-        for &(from, to) in set {
-            let count = self.0.entry((from, to)).or_default();
-            *count += 1;
-            if *count == 1 {
-                network.cut_one_way(nodes[from.0 as usize].id, nodes[to.0 as usize].id);
+    pub(crate) fn cut(&mut self, set: &CutSet, nodes: &[SimNode], network: &MemoryNetwork) -> Cut {
+        match set {
+            CutSet::Between(sides) => {
+                let ids = |side: &Vec<NodeIx>| side.iter().map(|n| nodes[n.0 as usize].id).collect();
+                let split = network.begin_partition(&sides.iter().map(ids).collect::<Vec<_>>());
+                self.splits.insert(split, sides.clone());
+                Cut::Split(split)
+            }
+            CutSet::Links(links) => {
+                for &(from, to) in links {
+                    let count = self.links.entry((from, to)).or_default();
+                    *count += 1;
+                    if *count == 1 {
+                        network.cut_one_way(nodes[from.0 as usize].id, nodes[to.0 as usize].id);
+                    }
+                }
+                Cut::Links
             }
         }
     }
-    pub(crate) fn heal(&mut self, set: &CutSet, nodes: &[SimNode], network: &Arc<MemoryNetwork>) {
-        for &(from, to) in set {
-            let Some(count) = self.0.get_mut(&(from, to)) else { continue };
+    pub(crate) fn heal(&mut self, cut: Cut, set: &CutSet, nodes: &[SimNode], network: &MemoryNetwork) {
+        let links = match (cut, set) {
+            (Cut::Split(split), _) => {
+                self.splits.remove(&split);
+                return network.end_partition(split);
+            }
+            (Cut::Links, CutSet::Between(_)) => return,
+            (Cut::Links, CutSet::Links(links)) => links,
+        };
+        for &(from, to) in links {
+            let Some(count) = self.links.get_mut(&(from, to)) else { continue };
             *count -= 1;
             if *count == 0 {
-                self.0.remove(&(from, to));
+                self.links.remove(&(from, to));
                 network.heal_one_way(nodes[from.0 as usize].id, nodes[to.0 as usize].id);
             }
         }
     }
     /// What is cut now stays cut for a node that has got another identity.
-    pub(crate) fn follow(&self, node: NodeIx, nodes: &[SimNode], network: &Arc<MemoryNetwork>) {
-        for &(from, to) in self.0.keys().filter(|(from, to)| *from == node || *to == node) {
+    pub(crate) fn follow(&self, node: NodeIx, nodes: &[SimNode], network: &MemoryNetwork) {
+        for &(from, to) in self.links.keys().filter(|(from, to)| *from == node || *to == node) {
             network.cut_one_way(nodes[from.0 as usize].id, nodes[to.0 as usize].id);
+        }
+        for (split, sides) in &self.splits {
+            if let Some(side) = sides.iter().position(|s| s.contains(&node)) {
+                network.join_side(*split, side, nodes[node.0 as usize].id);
+            }
         }
     }
     pub(crate) fn heal_all(&mut self, network: &MemoryNetwork) {
-        self.0.clear();
+        *self = Self::default();
         network.heal_all();
     }
 }
 
-/// Both directions of every link between different sides.
-pub(crate) fn between(sides: &[Vec<NodeIx>]) -> CutSet {
-    let mut set = CutSet::new();
-    for (i, a) in sides.iter().enumerate() {
-        for b in &sides[i + 1..] {
-            for &x in a {
-                for &y in b.iter().filter(|y| **y != x) {
-                    set.insert((x, y));
-                    set.insert((y, x));
-                }
-            }
-        }
-    }
-    set
-}
-
 /// Every link from one of these to one of those.
 pub(crate) fn one_way(from: &[NodeIx], to: &[NodeIx]) -> CutSet {
-    from.iter().flat_map(|a| to.iter().filter(move |b| *b != a).map(move |b| (*a, *b))).collect()
+    CutSet::Links(from.iter().flat_map(|a| to.iter().filter(move |b| *b != a).map(move |b| (*a, *b))).collect())
 }
 
 /// Both directions of every link that ends at one of these, those among them included.
 pub(crate) fn isolated(nodes: &[NodeIx], count: usize) -> CutSet {
-    let mut set = CutSet::new();
+    let mut set = BTreeSet::new();
     for &node in nodes {
         for i in 0..count {
             let other = NodeIx(u32::try_from(i).unwrap_or(u32::MAX));
@@ -84,7 +108,7 @@ pub(crate) fn isolated(nodes: &[NodeIx], count: usize) -> CutSet {
             }
         }
     }
-    set
+    CutSet::Links(set)
 }
 
 /// Nodes dealt into `count` islands of about equal size.

@@ -9,6 +9,7 @@ mod clock;
 mod compute;
 mod disk;
 mod faults;
+mod kept;
 mod key;
 mod member;
 mod node;
@@ -18,6 +19,7 @@ mod setup;
 mod watcher;
 mod world;
 
+pub use kept::LeftOut;
 pub(crate) use recorder::Recorded;
 pub use recorder::Violation;
 pub use world::Load;

@@ -16,8 +16,8 @@ use starling_core::membership::{Membership, MembershipConfig, SharedRecords};
 use starling_core::memory_network::MemoryNetwork;
 use starling_core::runtime::NodeScope;
 use starling_core::{CoreConfig, Dispatch, NodeCore};
-use starling_protocol::NodeId;
 use starling_protocol::record::{Intake, NodeRecord, Role};
+use starling_protocol::{NodeId, StoreId};
 use starling_storage::SharedStore;
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,6 +42,15 @@ pub(crate) struct SimNode {
     running: Option<Running>,
 }
 
+/// What a crash takes with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lost {
+    Nothing,
+    /// The node comes back as itself, with nothing that it promised.
+    Disk,
+    DiskAndKey,
+}
+
 struct Running {
     scope: NodeScope,
     membership: Arc<Membership>,
@@ -58,6 +67,8 @@ pub(crate) struct Around<'a> {
     pub(crate) mode: Mode,
     /// Records that nodes of this process share.
     pub(crate) records: &'a Arc<SharedRecords>,
+    /// As the scenario has it.
+    pub(crate) generation_after: Option<Duration>,
     /// Nodes to announce itself to.
     pub(crate) seeds: Vec<NodeId>,
 }
@@ -177,6 +188,7 @@ impl SimNode {
         CoreConfig {
             record: NodeRecord {
                 node: self.id,
+                store: StoreId::default(),
                 sequence: 0,
                 roles: roles.clone(),
                 version: env!("CARGO_PKG_VERSION").into(),
@@ -194,7 +206,11 @@ impl SimNode {
                 shared_records: Some(around.records.clone()),
                 ..MembershipConfig::default()
             },
-            groups: GroupConfig { witness: !roles.contains(&Role::Server), ..GroupConfig::default() },
+            groups: GroupConfig {
+                witness: !roles.contains(&Role::Server),
+                generation_after: around.generation_after.or(GroupConfig::default().generation_after),
+                ..GroupConfig::default()
+            },
             // Minutes of a real node's life in seconds, so that a run of two minutes sees copies restored and data deleted.
             maintenance: MaintenanceConfig {
                 grace: Duration::from_secs(6),
@@ -210,13 +226,7 @@ impl SimNode {
     }
 
     /// The process dies where it stands; with `power_loss` the machine too.
-    pub(crate) fn crash(
-        &mut self,
-        network: &Arc<MemoryNetwork>,
-        recorder: &Recorder,
-        power_loss: bool,
-        disk_lost: bool,
-    ) {
+    pub(crate) fn crash(&mut self, network: &Arc<MemoryNetwork>, recorder: &Recorder, power_loss: bool, lost: Lost) {
         let Some(running) = self.running.take() else { return };
         network.detach(self.id);
         running.scope.crash();
@@ -224,9 +234,12 @@ impl SimNode {
         if power_loss {
             self.disk.lose_power();
         }
+        let disk_lost = lost != Lost::Nothing;
         recorder.record(Event::Crashed { node: self.ix, power_loss, disk_lost });
         if disk_lost {
             self.disk = Arc::new(SimDisk::new(self.ix, recorder.clone()));
+        }
+        if lost == Lost::DiskAndKey {
             self.lives += 1;
             self.id = SimKey::named(&format!("{}#{}", self.name, self.lives)).0;
             recorder.rename(self.ix, self.id);

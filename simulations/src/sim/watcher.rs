@@ -65,7 +65,7 @@ async fn watch_books(core: Arc<NodeCore>, node: NodeIx, recorder: Recorder) {
     let mut last = serde_json::Value::Null;
     loop {
         sleep(BOOKS_BEAT).await;
-        let records = core.membership().records().len() as u64;
+        let records = core.membership().record_count() as u64;
         recorder.record(Event::Gauge { node, gauge: Gauge::Records, value: records, limit: RECORDS_MAX });
         for model in core.groups().models() {
             let status = core.model_status(&model);

@@ -1,7 +1,7 @@
 //! The run itself: phases, the queue of faults, the end.
 
-use super::faults::{self, CutSet, Cuts};
-use super::node::{Around, SimNode};
+use super::faults::{self, Cut, CutSet, Cuts};
+use super::node::{Around, Lost, SimNode};
 use super::observer::Tap;
 use super::recorder::{Recorded, Recorder};
 use super::setup;
@@ -27,6 +27,8 @@ const SETUP_MAX: Duration = Duration::from_secs(60);
 const START_SPREAD: Duration = Duration::from_millis(500);
 /// Nodes that a new one knows.
 const SEEDS: usize = 3;
+/// Who stays away for less may be back before all have noticed, which is no detection then.
+const NOTICED_WITHIN: Duration = Duration::from_secs(20);
 /// How often the liveness phase looks.
 const LOOK: Duration = Duration::from_millis(250);
 
@@ -72,10 +74,12 @@ pub(crate) struct World {
     cuts: Cuts,
     /// What each running fault did, so that its end undoes that and nothing else.
     effects: BTreeMap<usize, Effect>,
+    /// Whom each running fault hits, for the event of its end.
+    hit: BTreeMap<usize, Vec<Vec<NodeIx>>>,
     safety_from: Instant,
     operators: Vec<NodeScope>,
     records: Arc<SharedRecords>,
-    /// In a membership scenario: when the last node died, until all others know.
+    /// When the last node died for long, until all others know.
     undetected_since: Option<Instant>,
     detected_in: Option<Duration>,
     /// Traffic of all nodes at the start of the quiet time before the first fault.
@@ -94,7 +98,8 @@ pub struct Load {
 
 #[derive(Clone, Debug)]
 enum Effect {
-    Cut(CutSet),
+    /// What it cuts, and while it is cut, how.
+    Cut(CutSet, Option<Cut>),
     Nodes(Vec<NodeIx>),
 }
 
@@ -107,7 +112,7 @@ pub(crate) struct Ended {
     pub(crate) virtual_time: Duration,
     /// From the heal to convergence.
     pub(crate) healed_in: Option<Duration>,
-    /// From a death to all others knowing it, in a membership scenario.
+    /// From a death that lasted to all others knowing it.
     pub(crate) detected_in: Option<Duration>,
     /// In the quiet time before the first fault.
     pub(crate) steady: Option<Load>,
@@ -118,8 +123,7 @@ impl World {
         let start = Instant::now();
         let names = scenario.node_names();
         let id = |name: &str| super::key::SimKey::named(name).0;
-        let ids: BTreeMap<NodeId, NodeIx> =
-            names.iter().zip(0_u32..).map(|((name, _), i)| (id(name), NodeIx(i))).collect();
+        let ids = names.iter().zip(0_u32..).map(|((name, _), i)| (id(name), NodeIx(i)));
         let recorder = Recorder::new(start, ids, &scenario.job, keep);
         let nodes = names.iter().zip(0_u32..).map(|((name, g), i)| {
             let group = scenario.nodes[*g].clone();
@@ -143,6 +147,7 @@ impl World {
             sequence: 0,
             cuts: Cuts::default(),
             effects: BTreeMap::new(),
+            hit: BTreeMap::new(),
             safety_from: start,
             operators: Vec::new(),
             records: Arc::default(),
@@ -201,6 +206,7 @@ impl World {
             job: &job,
             mode,
             records: &records,
+            generation_after: self.scenario.generation_after,
             seeds,
         };
         if let Err(why) = self.nodes[node.0 as usize].start(&around).await {
@@ -210,11 +216,11 @@ impl World {
         }
     }
 
-    fn crash(&mut self, who: &[NodeIx], power_loss: bool, disk_lost: bool) {
+    fn crash(&mut self, who: &[NodeIx], power_loss: bool, lost: Lost) {
         for node in who {
-            self.nodes[node.0 as usize].crash(&self.network, &self.recorder, power_loss, disk_lost);
+            self.nodes[node.0 as usize].crash(&self.network, &self.recorder, power_loss, lost);
         }
-        if disk_lost {
+        if lost == Lost::DiskAndKey {
             for node in who {
                 self.cuts.follow(*node, &self.nodes, &self.network);
             }
@@ -296,7 +302,8 @@ impl World {
             self.at(self.faults[i].at, Action::Begin(i));
         }
         let first = self.faults.first().map_or(self.scenario.duration, |f| f.at);
-        self.at(first / 2, Action::Quiet { begins: true });
+        // Late enough that even a large mesh has introduced all its nodes.
+        self.at(first.mul_f64(0.75), Action::Quiet { begins: true });
         self.at(first.mul_f64(0.98), Action::Quiet { begins: false });
         while !self.recorder.is_violated() {
             let next = self.queue.first_key_value().map(|((at, _), _)| *at);
@@ -321,7 +328,10 @@ impl World {
             Action::End(i) => self.finish_fault(i),
             Action::Flap { fault, cut } => self.flap(fault, cut),
             Action::Churn { fault, node, leaves } => self.churn(fault, node, leaves).await,
-            Action::Restart(node) => self.start(node).await,
+            Action::Restart(node) => {
+                self.undetected_since = None; // from now on there is nothing to detect
+                self.start(node).await;
+            }
             Action::Quiet { begins } => self.measure(begins),
             Action::Look => self.look(),
         }
@@ -370,8 +380,10 @@ impl World {
         }
     }
 
-    fn tell(&self, i: usize, begins: bool, groups: Vec<Vec<NodeIx>>) {
-        self.recorder.record(Event::Fault { kind: self.faults[i].kind.name(), begins, groups });
+    /// A fault begins.
+    fn tell(&mut self, i: usize, groups: Vec<Vec<NodeIx>>) {
+        self.hit.insert(i, groups.clone());
+        self.recorder.record(Event::Fault { kind: self.faults[i].kind.name(), begins: true, groups });
     }
 
     fn nodes_of(&mut self, selects: &[crate::scenario::Select]) -> Vec<NodeIx> {
@@ -379,9 +391,9 @@ impl World {
     }
 
     fn cut(&mut self, i: usize, set: CutSet, groups: Vec<Vec<NodeIx>>) {
-        self.tell(i, true, groups);
-        self.cuts.cut(&set, &self.nodes, &self.network);
-        self.effects.insert(i, Effect::Cut(set));
+        self.tell(i, groups);
+        let cut = self.cuts.cut(&set, &self.nodes, &self.network);
+        self.effects.insert(i, Effect::Cut(set, Some(cut)));
     }
 
     async fn begin(&mut self, i: usize) {
@@ -389,11 +401,11 @@ impl World {
         match &fault.kind {
             FaultKind::Split { sides } => {
                 let sides = faults::sides(sides, None, &self.nodes, &self.models[0], &mut self.rng);
-                self.cut(i, faults::between(&sides), sides);
+                self.cut(i, CutSet::Between(sides.clone()), sides);
             }
             FaultKind::Islands { count } => {
                 let sides = faults::islands(*count, self.nodes.len(), &mut self.rng);
-                self.cut(i, faults::between(&sides), sides);
+                self.cut(i, CutSet::Between(sides.clone()), sides);
             }
             FaultKind::OneWay { from, to } => {
                 let (from, to) = (self.nodes_of(from), self.nodes_of(to));
@@ -402,25 +414,30 @@ impl World {
             FaultKind::Bridge { node, sides } => {
                 let bridge = self.nodes_of(std::slice::from_ref(node)).first().copied();
                 let sides = faults::sides(sides, bridge, &self.nodes, &self.models[0], &mut self.rng);
-                self.cut(i, faults::between(&sides), sides);
+                self.cut(i, CutSet::Between(sides.clone()), sides);
             }
             FaultKind::Flapping { sides, .. } => {
                 let sides = faults::sides(sides, None, &self.nodes, &self.models[0], &mut self.rng);
-                let set = faults::between(&sides);
-                self.tell(i, true, sides);
-                self.effects.insert(i, Effect::Cut(set));
+                let set = CutSet::Between(sides.clone());
+                self.tell(i, sides);
+                self.effects.insert(i, Effect::Cut(set, None));
                 self.flap(i, true);
             }
             FaultKind::Isolate { nodes } => {
                 let nodes = self.nodes_of(nodes);
                 self.cut(i, faults::isolated(&nodes, self.nodes.len()), vec![nodes]);
             }
-            FaultKind::Crash { nodes, power_loss, disk_lost, away } => {
+            FaultKind::Crash { nodes, power_loss, disk_lost, key_kept, away } => {
                 let nodes = self.nodes_of(nodes);
-                self.tell(i, true, vec![nodes.clone()]);
-                self.crash(&nodes, *power_loss, *disk_lost);
+                self.tell(i, vec![nodes.clone()]);
+                let lost = match (disk_lost, key_kept) {
+                    (false, _) => Lost::Nothing,
+                    (true, true) => Lost::Disk,
+                    (true, false) => Lost::DiskAndKey,
+                };
+                self.crash(&nodes, *power_loss, lost);
                 self.bring_back(&nodes, *away);
-                if self.scenario.mode == Mode::Membership {
+                if away.is_none_or(|a| a >= NOTICED_WITHIN) {
                     self.undetected_since = Some(Instant::now());
                     self.after(LOOK, Action::Look);
                 }
@@ -428,20 +445,20 @@ impl World {
             FaultKind::MassLeave { nodes, share, away } => {
                 let nodes = self.nodes_of(nodes).into_iter().filter(|n| self.nodes[n.0 as usize].is_up()).collect();
                 let nodes = faults::share_of(nodes, *share, &mut self.rng);
-                self.tell(i, true, vec![nodes.clone()]);
-                self.crash(&nodes, false, false);
+                self.tell(i, vec![nodes.clone()]);
+                self.crash(&nodes, false, Lost::Nothing);
                 self.bring_back(&nodes, *away);
             }
             FaultKind::Join { nodes } => {
                 let nodes = self.nodes_of(nodes);
-                self.tell(i, true, vec![nodes.clone()]);
+                self.tell(i, vec![nodes.clone()]);
                 for node in nodes {
                     self.start(node).await;
                 }
             }
             FaultKind::Churn { nodes, session, mean, .. } => {
                 let nodes = self.nodes_of(nodes);
-                self.tell(i, true, vec![nodes.clone()]);
+                self.tell(i, vec![nodes.clone()]);
                 for node in &nodes {
                     let stays = faults::session(*session, *mean, &mut self.rng);
                     self.after(stays, Action::Churn { fault: i, node: *node, leaves: true });
@@ -457,7 +474,7 @@ impl World {
             | FaultKind::ClockSkew { nodes, .. }
             | FaultKind::SlowDevice { nodes, .. } => {
                 let nodes = self.nodes_of(nodes);
-                self.tell(i, true, vec![nodes.clone()]);
+                self.tell(i, vec![nodes.clone()]);
                 for node in &nodes {
                     self.ail(&fault.kind, *node, true);
                 }
@@ -511,9 +528,11 @@ impl World {
 
     fn finish_fault(&mut self, i: usize) {
         let Some(effect) = self.effects.remove(&i) else { return };
-        self.tell(i, false, Vec::new());
+        let groups = self.hit.remove(&i).unwrap_or_default();
+        self.recorder.record(Event::Fault { kind: self.faults[i].kind.name(), begins: false, groups });
         match effect {
-            Effect::Cut(set) => self.cuts.heal(&set, &self.nodes, &self.network),
+            Effect::Cut(_, None) => {}
+            Effect::Cut(set, Some(cut)) => self.cuts.heal(cut, &set, &self.nodes, &self.network),
             Effect::Nodes(nodes) => {
                 let kind = self.faults[i].kind.clone();
                 for node in nodes {
@@ -524,12 +543,12 @@ impl World {
     }
 
     fn flap(&mut self, i: usize, cut: bool) {
-        let Some(Effect::Cut(set)) = self.effects.get(&i).cloned() else { return };
         let FaultKind::Flapping { period, .. } = self.faults[i].kind else { return };
-        if cut {
-            self.cuts.cut(&set, &self.nodes, &self.network);
-        } else {
-            self.cuts.heal(&set, &self.nodes, &self.network);
+        let Some(Effect::Cut(set, now)) = self.effects.get_mut(&i) else { return };
+        match (cut, now.take()) {
+            (true, None) => *now = Some(self.cuts.cut(set, &self.nodes, &self.network)),
+            (false, Some(is)) => self.cuts.heal(is, set, &self.nodes, &self.network),
+            (_, is) => *now = is,
         }
         self.after(period / 2, Action::Flap { fault: i, cut: !cut });
     }
@@ -539,7 +558,7 @@ impl World {
         if leaves && self.effects.contains_key(&i) {
             // A volunteer's machine that goes to sleep: half of them get no chance to sync.
             let power_loss = self.rng.random_bool(0.5);
-            self.crash(&[node], power_loss, false);
+            self.crash(&[node], power_loss, Lost::Nothing);
             let gone = faults::session(Session::Exponential, away, &mut self.rng);
             self.after(gone, Action::Churn { fault: i, node, leaves: false });
         } else if !leaves {
@@ -586,7 +605,7 @@ impl World {
         if self.scenario.mode == Mode::Membership {
             return true;
         }
-        self.recorder.oracle(|o| self.models.iter().all(|m| o.newest(m) >= PolicyVersion(self.job.steps)))
+        self.recorder.oracle(|o| self.models.iter().all(|m| o.newest(m).steps() >= self.job.steps))
     }
 
     fn is_converged(&self, steps_at_heal: u64) -> bool {
@@ -597,9 +616,12 @@ impl World {
         let done = self.jobs_done();
         self.recorder.oracle(|o| {
             let all_newest = self.models.iter().all(|m| {
-                let newest = o.newest(m);
+                let (lineage, newest) = (o.lineage(m), o.newest(m));
                 // While training goes on a version may be one behind: the next one is on its way.
-                servers.iter().all(|s| o.served.get(&(*s, m.clone())).is_some_and(|v| v.0 + 1 >= newest.0))
+                let near = |v: &PolicyVersion| lineage.contains(*v) && v.steps() + 1 >= newest.steps();
+                servers
+                    .iter()
+                    .all(|s| o.lineage_of(*s, m) == lineage && o.served.get(&(*s, m.clone())).is_some_and(near))
             });
             all_newest && (done || o.counts.steps > steps_at_heal + self.models.len() as u64)
         })
@@ -622,7 +644,7 @@ impl World {
         let recorded = self.recorder.finish(&end);
         let traffic = self.nodes.iter().map(|n| self.network.counters(n.id)).collect();
         let everyone: Vec<NodeIx> = self.nodes.iter().map(|n| n.ix).collect();
-        self.crash(&everyone, false, false);
+        self.crash(&everyone, false, Lost::Nothing);
         for operator in &self.operators {
             operator.crash();
         }

@@ -5,9 +5,9 @@
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use starling_protocol::{Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId};
+use starling_protocol::{Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, Term};
 use starling_storage::acknowledged::record_acknowledged;
-use starling_storage::blobs::{delete_blobs, put_blob, put_manifest_bytes};
+use starling_storage::blobs::{delete_blobs, put_blob, put_manifest_bytes, put_unsettled_blobs, settle_blobs};
 use starling_storage::consumed::mark_consumed;
 use starling_storage::rollouts::{list_unconsumed, put_rollouts};
 use starling_storage::schema::log_key;
@@ -52,7 +52,7 @@ pub(crate) fn perform(store: &SharedStore, seed: u64, i: u64) {
             let ids = list_unconsumed(store, JOB, None, rng.random_range(1..=4)).unwrap();
             let version = steps(store, log.group()).unwrap().last().map_or(1, |s| s.version.0 + 1);
             let mut batch = Batch::new();
-            put_step(&mut batch, log.group(), &example_step(version, ids.clone()));
+            put_step(&mut batch, log.group(), &example_step(version, ids.clone()), Term(1));
             mark_consumed(&mut batch, ids, PolicyVersion(version));
             log.put_meta_in(&mut batch, RaftMeta::AppliedState, &version.to_be_bytes());
             store.write(batch, Durability::Buffered).unwrap();
@@ -86,6 +86,15 @@ pub(crate) fn perform(store: &SharedStore, seed: u64, i: u64) {
         }
         88..94 => drop(put_blob(store, &noise(i, rng.random_range(10..60_000)), Durability::Synced).unwrap()),
         94..95 => drop(put_manifest_bytes(store, &noise(i, WEIGHTS_LEN_BYTES)).unwrap()),
+        95..97 => {
+            // As a transfer does; one that takes the place of a deleted chunk among them.
+            let lens = [40_000, 5000, rng.random_range(10..60_000)];
+            let chunks: Vec<_> = (0..).zip(lens).map(|(n, len)| noise(i / 4 * 4 + n, len)).collect();
+            let rows: Vec<_> = chunks.iter().map(|c| (Hash::of(c), c.len() as u64)).collect();
+            let unsettled = chunks.into_iter().zip(&rows).map(|(c, (hash, _))| (*hash, c)).collect();
+            put_unsettled_blobs(store, unsettled).unwrap();
+            settle_blobs(store, &rows).unwrap();
+        }
         _ => {
             let some = store.scan(Family::Blobs, &[rng.random()], None, 2).unwrap();
             delete_blobs(store, some.into_iter().map(|(key, _)| Hash(key.try_into().unwrap()))).unwrap();

@@ -53,7 +53,10 @@ impl Twin {
     /// Checks that `store` is what the acknowledged operations made of it, with or without the one in flight after
     /// them, and goes there itself.
     pub(crate) fn compare(&mut self, store: &SharedStore, when: &str) {
-        let (found, expected) = (content(store).unwrap(), self.content());
+        let (mut found, expected) = (content(store).unwrap(), self.content());
+        // Chunks of a transfer that the kill interrupted: they are missing until the index names them.
+        let named = |key: &[u8]| store.get(Family::BlobIndex, key).unwrap().is_some();
+        found.retain(|(family, key), _| *family != Family::Blobs || named(key));
         if found != expected {
             let acknowledged = self.done;
             self.perform_up_to(acknowledged + 1);

@@ -4,11 +4,15 @@ use super::Blobs;
 use crate::runtime::{blocking, spawn};
 use crate::transport::InboundError;
 use bytes::Bytes;
+use futures::stream::{StreamExt, TryStreamExt};
 use starling_protocol::Hash;
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::wire::{BlobCall, BlobReply, CALL_LEN_BYTES_MAX, HAVE_MAX};
 use starling_storage::quarantine::quarantine_blob;
 use starling_storage::{StoreError, blobs};
+
+/// Manifests of one call that are fetched at a time: weights and optimizer state share their syncs.
+const HOLDS_AT_ONCE: usize = 2;
 
 impl Blobs {
     /// Answers a peer.
@@ -21,15 +25,20 @@ impl Blobs {
         let reply = match call {
             BlobCall::Get(hash) => self.give(hash).await,
             BlobCall::Hold { manifests, from, delta } => {
-                let mut reply = BlobReply::Held;
-                for (i, m) in manifests.iter().enumerate() {
-                    let delta = delta.as_ref().filter(|_| i == 0);
-                    if let Err(e) = self.hold_either_way(m, delta, &[from]).await {
-                        reply = BlobReply::Refused(e.to_string());
-                        break;
-                    }
+                let mut delta = delta;
+                let holds: Vec<_> = manifests
+                    .into_iter()
+                    .map(|m| {
+                        // It leads to the first one.
+                        let delta = delta.take();
+                        async move { self.hold_either_way(&m, delta.as_ref(), &[from]).await }
+                    })
+                    .collect();
+                let held = futures::stream::iter(holds).buffered(HOLDS_AT_ONCE).try_for_each(|()| async { Ok(()) });
+                match held.await {
+                    Ok(()) => BlobReply::Held,
+                    Err(e) => BlobReply::Refused(e.to_string()),
                 }
-                reply
             }
             BlobCall::Have(chunks) if chunks.len() > HAVE_MAX => {
                 let why = format!("field `chunks`: expected at most {HAVE_MAX}, got {}", chunks.len());

@@ -7,15 +7,19 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use starling_protocol::transfer::{Outcome, Transfer};
 use starling_protocol::wire::{BlobCall, BlobReply};
 use starling_protocol::{Hash, NodeId, Timestamp};
-use starling_storage::blobs::put_new_blobs;
+use starling_storage::blobs::{put_new_blobs, put_unsettled_blobs, settle_blobs};
 use starling_storage::{Batch, Durability, SharedStore, Store, StoreError};
 use std::time::Duration;
 use tokio::time::Instant;
 
 /// Limit of one chunk request: 1 MiB at 1 Mbit/s, with room for a busy peer.
 const CHUNK_LIMIT: Duration = Duration::from_secs(10);
-/// Chunks in one write: 8 MiB in one batch, which RocksDB keeps in memory until it is in the log.
+/// Chunks in one write: 8 MiB in one batch, which RocksDB keeps in memory until it is in a file.
 const CHUNKS_PER_WRITE: usize = 8;
+/// So many chunks go through the log, with one sync; more go past it, which costs several and writes them once.
+const CHUNKS_LOGGED_MAX: usize = 16;
+/// Chunks past the log after which what came is made durable: what a transfer that is broken off has to fetch again, at most.
+const CHUNKS_PER_SETTLING: usize = 64;
 /// Chunks that came and are not written yet; no more are asked for beyond. With those in flight and in the write, a
 /// transfer takes (32 + 32 + 8) × 1 MiB = 72 MiB at most.
 const UNWRITTEN_MAX: usize = 32;
@@ -30,14 +34,17 @@ struct Answer {
     said: Option<String>,
 }
 
-/// Fetches `missing` from `peers` and stores them durably, with one sync for all.
+/// Fetches `missing` from `peers` and stores them durably.
 ///
-/// Dropping it, or an error, keeps what came.
+/// An error keeps what came; dropping it keeps all but the last 64 MiB.
 pub(super) async fn fetch_chunks(blobs: &Blobs, missing: Vec<Hash>, peers: &[NodeId]) -> Result<(), BlobError> {
     let local = blobs.transport.local();
+    let logged = missing.len() <= CHUNKS_LOGGED_MAX;
     let mut transfer = Transfer::new(missing, peers.iter().copied().filter(|p| *p != local));
     let mut asked = FuturesUnordered::new();
     let mut unwritten: Vec<(Hash, Vec<u8>)> = Vec::new();
+    // Written, but not yet here: see `settle_blobs`.
+    let mut unsettled: Vec<(Hash, u64)> = Vec::new();
     let mut writing: Option<BoxFuture<'static, Result<Result<(), StoreError>, Stopped>>> = None;
     let mut tried = String::new();
     let started = Instant::now();
@@ -49,8 +56,14 @@ pub(super) async fn fetch_chunks(blobs: &Blobs, missing: Vec<Hash>, peers: &[Nod
             asked.push(get(blobs, peer, chunk));
         }
         if writing.is_none() && !unwritten.is_empty() {
-            let part = unwritten.drain(..unwritten.len().min(CHUNKS_PER_WRITE)).collect();
-            writing = Some(write(blobs.store.clone(), part));
+            let part: Vec<_> = unwritten.drain(..unwritten.len().min(CHUNKS_PER_WRITE)).collect();
+            writing = Some(if logged {
+                write_logged(blobs.store.clone(), part)
+            } else {
+                unsettled.extend(part.iter().map(|(hash, bytes)| (*hash, bytes.len() as u64)));
+                let full = unsettled.len() >= CHUNKS_PER_SETTLING;
+                write(blobs.store.clone(), part, if full { std::mem::take(&mut unsettled) } else { Vec::new() })
+            });
         }
         if writing.is_none() && (transfer.is_done() || transfer.in_flight() == 0) {
             break;
@@ -88,9 +101,13 @@ pub(super) async fn fetch_chunks(blobs: &Blobs, missing: Vec<Hash>, peers: &[Nod
             () = overdue => {}
         }
     }
-    // The log orders all writes: one sync makes the buffered ones before it durable.
-    let store = blobs.store.clone();
-    blocking(move || store.write(Batch::new(), Durability::Synced)).await??;
+    if logged {
+        // The log orders all writes: one sync makes the buffered ones before it durable.
+        let store = blobs.store.clone();
+        blocking(move || store.write(Batch::new(), Durability::Synced)).await??;
+    } else {
+        write(blobs.store.clone(), Vec::new(), unsettled).await??;
+    }
     match transfer.a_missing_chunk() {
         None => Ok(()),
         Some(chunk) => {
@@ -102,11 +119,25 @@ pub(super) async fn fetch_chunks(blobs: &Blobs, missing: Vec<Hash>, peers: &[Nod
     }
 }
 
-fn write(
+fn write_logged(
     store: SharedStore,
     part: Vec<(Hash, Vec<u8>)>,
 ) -> BoxFuture<'static, Result<Result<(), StoreError>, Stopped>> {
     Box::pin(blocking(move || put_new_blobs(&*store, part, Durability::Buffered)))
+}
+
+/// Writes `part` past the log, then makes `settled` durable, if there is any.
+fn write(
+    store: SharedStore,
+    part: Vec<(Hash, Vec<u8>)>,
+    settled: Vec<(Hash, u64)>,
+) -> BoxFuture<'static, Result<Result<(), StoreError>, Stopped>> {
+    Box::pin(blocking(move || {
+        if !part.is_empty() {
+            put_unsettled_blobs(&*store, part)?;
+        }
+        if settled.is_empty() { Ok(()) } else { settle_blobs(&*store, &settled) }
+    }))
 }
 
 async fn get(blobs: &Blobs, peer: NodeId, chunk: Hash) -> Answer {

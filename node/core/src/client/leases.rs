@@ -86,6 +86,11 @@ impl Leases {
         lock(&self.held).get(&episode).cloned()
     }
 
+    /// Whether the lease lasts at `now`, as far as this node can know.
+    pub(super) fn is_sure(&self, now: Timestamp, episode: EpisodeId) -> bool {
+        lock(&self.held).get(&episode).is_some_and(|l| now.since(l.renewed) < l.length())
+    }
+
     pub(super) fn forget(&self, episode: EpisodeId) {
         lock(&self.held).remove(&episode);
     }

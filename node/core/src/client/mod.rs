@@ -7,6 +7,7 @@
 //!
 //! What agents see of it (HTTP, chat formats) lies above. An answer outlives its server, see [`Generation`].
 
+mod block;
 mod generation;
 mod leases;
 mod leg;
@@ -17,6 +18,7 @@ pub use generation::{Generation, GenerationError, GenerationEvent};
 pub use leases::Lease;
 
 use crate::NodeCore;
+use block::Blocks;
 use leases::Leases;
 use servers::Servers;
 use starling_protocol::assignment::{Assignment, HeldLease};
@@ -98,6 +100,7 @@ struct Inner {
     core: Arc<NodeCore>,
     config: ClientConfig,
     leases: Leases,
+    blocks: Mutex<Blocks>,
     servers: Servers,
     counts: Mutex<ClientCounts>,
     /// What answers wait for, with how many of them.
@@ -122,6 +125,7 @@ impl Client {
             core,
             config,
             leases: Leases::default(),
+            blocks: Mutex::default(),
             servers: Servers::default(),
             counts: Mutex::default(),
             waits: Mutex::default(),
@@ -135,21 +139,42 @@ impl Client {
     }
 
     /// Claims up to `want` episodes of `models` (all with a running job when empty) and renews the leases of `running`.
+    ///
+    /// The client keeps a small block of episodes ahead, at its own pace, and begins those first. So it goes on for a while
+    /// when a leader is out of reach; a block goes back when the node drains or nothing is claimed any more.
     pub async fn claim(&self, models: &[ModelName], want: usize, running: &[EpisodeId]) -> Claimed {
         let inner = &self.0;
+        let now = (inner.core.clock())();
+        let draining = inner.core.maintenance().is_draining();
+        let want = if draining { 0 } else { want };
+        let (taken, given_back) = {
+            let mut blocks = lock(&inner.blocks);
+            let taken = blocks.take(now, models, want, |id| inner.leases.is_sure(now, id));
+            (taken, blocks.give_back(now, draining))
+        };
+        for (model, assignments) in given_back {
+            self.give_back(&model, assignments.iter().map(|a| a.episode), "its client does not begin it").await;
+        }
         let mut by_model: BTreeMap<ModelName, Vec<HeldLease>> = BTreeMap::new();
         for lease in running.iter().filter_map(|id| inner.leases.get(*id)) {
             let held = HeldLease::from(&lease.assignment);
             by_model.entry(lease.assignment.model).or_default().push(held);
+        }
+        let mut stocked: BTreeMap<ModelName, u32> = BTreeMap::new();
+        for a in lock(&inner.blocks).held() {
+            by_model.entry(a.model.clone()).or_default().push(HeldLease::from(a));
+            *stocked.entry(a.model.clone()).or_default() += 1;
+        }
+        // What begins now is renewed too: its lease may have been given a while ago.
+        for a in &taken {
+            by_model.entry(a.model.clone()).or_default().push(HeldLease::from(a));
         }
         for a in inner.core.models().list() {
             if a.running_job.is_some() && (models.is_empty() || models.contains(&a.model)) {
                 by_model.entry(a.model).or_default();
             }
         }
-        let mut out = Claimed { renewed: true, ..Claimed::default() };
-        let draining = inner.core.maintenance().is_draining();
-        let want = if draining { 0 } else { want };
+        let mut out = Claimed { renewed: true, assignments: taken, ..Claimed::default() };
         if by_model.is_empty() && want > 0 {
             out.wait = Some(self.why_no_model(models));
             return out;
@@ -158,16 +183,39 @@ impl Client {
             out.wait = Some("this node is draining".into());
         }
         for (model, running) in by_model {
+            // Of other models only what is held here is renewed.
+            let want = if models.is_empty() || models.contains(&model) { want } else { 0 };
             let left = u32::try_from(want.saturating_sub(out.assignments.len())).unwrap_or(u32::MAX);
             if left == 0 && running.is_empty() {
                 continue;
             }
-            let call = LeaderCall::Claim { model: model.clone(), want: left, running: running.clone() };
-            match inner.core.ask_leader(&model, &call).await {
-                Ok(LeaderReply::Assigned { assignments, revoked, wait }) => {
-                    inner.leases.note((inner.core.clock())(), &assignments, &running, &revoked);
+            // The block has what was asked for: who waits for it should not wait for a leader that is away, too.
+            if want > 0 && left == 0 && lock(&inner.blocks).is_silent((inner.core.clock())(), &model) {
+                continue;
+            }
+            let block = if want > 0 { lock(&inner.blocks).wanted_size() } else { 0 };
+            let call = LeaderCall::Claim {
+                model: model.clone(),
+                want: left,
+                ahead: u32::try_from(block).unwrap_or(u32::MAX),
+                stocked: stocked.get(&model).copied().unwrap_or(0),
+                running: running.clone(),
+            };
+            let reply = inner.core.ask_leader(&model, &call).await;
+            let now = (inner.core.clock())();
+            lock(&inner.blocks).note_answer(now, &model, reply.is_ok());
+            match reply {
+                Ok(LeaderReply::Assigned { mut assignments, revoked, wait }) => {
+                    inner.leases.note(now, &assignments, &running, &revoked);
+                    let begins = assignments.len().min(left as usize);
+                    let ahead = assignments.split_off(begins);
                     out.assignments.extend(assignments);
-                    out.revoked.extend(revoked);
+                    let mut blocks = lock(&inner.blocks);
+                    blocks.add(ahead);
+                    // The caller knows nothing of those that have not begun.
+                    out.assignments.retain(|a| !revoked.contains(&a.episode));
+                    out.revoked.extend(revoked.into_iter().filter(|id| !blocks.remove(&model, *id)));
+                    drop(blocks);
                     if let Some(w) = wait.filter(|_| !draining) {
                         out.wait = Some(describe(&model, &w));
                     }
@@ -182,6 +230,7 @@ impl Client {
         if out.assignments.len() >= want {
             out.wait = None;
         }
+        lock(&inner.blocks).note_begun((inner.core.clock())(), out.assignments.len());
         out
     }
 
@@ -252,11 +301,15 @@ impl Client {
 
     /// Gives an episode back that will not end here; its leader may not hear of it, then the lease runs out by itself.
     pub async fn abort(&self, assignment: &Assignment, cause: String) {
-        self.0.leases.forget(assignment.episode);
-        let model = assignment.model.clone();
-        let call = LeaderCall::Abort { model: model.clone(), episodes: vec![(assignment.episode, cause)] };
-        if let Err(e) = self.0.core.ask_leader(&model, &call).await {
-            tracing::debug!(episode = %assignment.episode.short(), error = %e, "the leader did not hear of an abort");
+        self.give_back(&assignment.model, std::iter::once(assignment.episode), &cause).await;
+    }
+
+    async fn give_back(&self, model: &ModelName, episodes: impl Iterator<Item = EpisodeId>, cause: &str) {
+        let episodes: Vec<_> = episodes.map(|id| (id, cause.to_owned())).collect();
+        episodes.iter().for_each(|(id, _)| self.0.leases.forget(*id));
+        let call = LeaderCall::Abort { model: model.clone(), episodes };
+        if let Err(e) = self.0.core.ask_leader(model, &call).await {
+            tracing::debug!(%model, error = %e, "the leader did not hear of an abort");
         }
     }
 

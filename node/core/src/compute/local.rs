@@ -1,11 +1,11 @@
 //! The node's own device, through `starling-engine`. Optimizer steps run on a thread of their own, never on the async
 //! runtime.
 
-use super::{Compute, Engine, StepTrainer, Stepped};
+use super::{Compute, Engine, StepInput, StepTrainer, Stepped, TrainerStart, TrainingMemory};
 use candle_core::Device;
 use starling_engine::{
-    EngineError, GenerateRequest, InferenceEngine, InferenceOptions, LlamaConfig, Sample, StepReport, TokenSink,
-    Trainer, TrainerConfig, Weights,
+    EngineError, GenerateRequest, InferenceEngine, InferenceOptions, LlamaConfig, StepReport, TokenSink, Trainer,
+    TrainerConfig, Weights,
 };
 use starling_protocol::PolicyVersion;
 use starling_protocol::job::TrainerSpec;
@@ -22,6 +22,8 @@ pub struct LocalCompute {
     pub inference: InferenceOptions,
     /// Trainers.
     pub trainer: TrainerOptions,
+    /// Memory of the device that was free when the node started, in bytes; `None` when it is not known.
+    pub memory_free_bytes: Option<u64>,
 }
 
 /// Threads and memory of the trainer.
@@ -47,15 +49,31 @@ impl Compute for LocalCompute {
     fn start_trainer(
         &self,
         config: &[u8],
-        weights: Vec<u8>,
-        optimizer_state: Option<Vec<u8>>,
+        start: TrainerStart,
         spec: &TrainerSpec,
     ) -> Result<Box<dyn StepTrainer>, String> {
         let config = LlamaConfig::from_json(config).map_err(|e| format!("config.json: {e}"))?;
         let options = self.trainer.clone();
-        let thread = TrainerThread::spawn(config, weights, optimizer_state, spec, options, self.device.clone())?;
+        let thread = TrainerThread::spawn(config, start, spec, options, self.device.clone())?;
         Ok(Box::new(thread))
     }
+
+    fn training_memory(&self, config: &[u8]) -> Result<TrainingMemory, String> {
+        let config = LlamaConfig::from_json(config).map_err(|e| format!("config.json: {e}"))?;
+        let needed_bytes = trainer_bytes(&config, self.trainer.micro_batch_tokens, !self.device.is_cpu());
+        Ok(TrainingMemory { needed_bytes, free_bytes: self.memory_free_bytes })
+    }
+}
+
+/// Bytes that a trainer takes beside a serving engine, all in f32: weights, gradients and two moments for each parameter,
+/// the new weights on their way out, and the engine's own copy; and of one pass of `tokens` what a layer keeps for its
+/// backward (its input, normed, queries, keys, values, attention's output, and three of the feed-forward's width) and,
+/// where they are not computed a few rows at a time, the logits with their gradient.
+fn trainer_bytes(config: &LlamaConfig, tokens: usize, whole_logits: bool) -> u64 {
+    let per_layer = 6 * config.hidden_size + 3 * config.intermediate_size;
+    let logits = if whole_logits { 2 * config.vocab_size } else { 0 };
+    let activations = tokens as u64 * (config.num_hidden_layers * per_layer + logits) as u64;
+    4 * (6 * config.parameter_count() + activations)
 }
 
 struct LocalEngine {
@@ -78,8 +96,7 @@ impl Engine for LocalEngine {
 }
 
 struct Work {
-    samples: Vec<Sample>,
-    with_optimizer_state: bool,
+    input: StepInput,
     answer: oneshot::Sender<Result<Stepped, String>>,
 }
 
@@ -92,8 +109,7 @@ impl TrainerThread {
     /// Loads the model on the new thread; errors come with the first step.
     fn spawn(
         config: LlamaConfig,
-        weights: Vec<u8>,
-        optimizer_state: Option<Vec<u8>>,
+        start: TrainerStart,
         spec: &TrainerSpec,
         options: TrainerOptions,
         device: Device,
@@ -104,8 +120,7 @@ impl TrainerThread {
             eps: 1e-8,
             weight_decay: spec.weight_decay,
             max_grad_norm: spec.max_grad_norm,
-            clip_low: spec.clip_low,
-            clip_high: spec.clip_high,
+            algorithm: spec.algorithm.clone(),
             minibatches: spec.minibatches as usize,
             micro_batch_tokens: options.micro_batch_tokens,
             threads: options.threads,
@@ -115,11 +130,11 @@ impl TrainerThread {
         std::thread::Builder::new()
             .name("starling-trainer".into())
             .spawn(move || {
-                let mut trainer = build(&config, &weights, optimizer_state.as_deref(), tc, device);
-                drop((weights, optimizer_state));
+                let mut trainer = build(&config, &start, tc, device);
+                drop(start);
                 while let Ok(w) = queue.recv() {
                     let out = match &mut trainer {
-                        Ok(t) => step(t, &w.samples, w.with_optimizer_state),
+                        Ok(t) => step(t, &w.input),
                         Err(e) => Err(e.clone()),
                     };
                     let _ = w.answer.send(out);
@@ -131,9 +146,9 @@ impl TrainerThread {
 }
 
 impl StepTrainer for TrainerThread {
-    fn step(&self, samples: Vec<Sample>, with_optimizer_state: bool) -> oneshot::Receiver<Result<Stepped, String>> {
+    fn step(&self, input: StepInput) -> oneshot::Receiver<Result<Stepped, String>> {
         let (answer, done) = oneshot::channel();
-        if let Err(e) = self.work.try_send(Work { samples, with_optimizer_state, answer }) {
+        if let Err(e) = self.work.try_send(Work { input, answer }) {
             let (std_mpsc::TrySendError::Full(w) | std_mpsc::TrySendError::Disconnected(w)) = e;
             let _ = w.answer.send(Err("the trainer's thread is busy or gone".into()));
         }
@@ -141,31 +156,35 @@ impl StepTrainer for TrainerThread {
     }
 }
 
-fn build(
-    config: &LlamaConfig,
-    weights: &[u8],
-    optimizer_state: Option<&[u8]>,
-    tc: TrainerConfig,
-    device: Device,
-) -> Result<Trainer, String> {
-    let w = Weights::from_safetensors(config, weights, &device).map_err(|e| format!("weights: {e}"))?;
-    let mut trainer = Trainer::new(config.clone(), &w, tc, device).map_err(|e| format!("trainer: {e}"))?;
-    if let Some(state) = optimizer_state {
+fn build(config: &LlamaConfig, start: &TrainerStart, tc: TrainerConfig, device: Device) -> Result<Trainer, String> {
+    let weights = |what: &str, bytes: &[u8]| {
+        Weights::from_safetensors(config, bytes, &device).map_err(|e| format!("{what}: {e}"))
+    };
+    let current = weights("weights", &start.weights)?;
+    let mut trainer =
+        Trainer::new(config.clone(), &current, tc, device.clone()).map_err(|e| format!("trainer: {e}"))?;
+    if let Some(state) = &start.optimizer_state {
         trainer.load_optimizer_state(state).map_err(|e| format!("optimizer state: {e}"))?;
     }
+    if let Some(bytes) = &start.reference {
+        let reference = weights("reference weights", bytes)?;
+        trainer.set_reference(&reference).map_err(|e| format!("reference weights: {e}"))?;
+    }
+    trainer.measure_peak();
     Ok(trainer)
 }
 
-fn step(trainer: &mut Trainer, samples: &[Sample], with_optimizer_state: bool) -> Result<Stepped, String> {
+fn step(trainer: &mut Trainer, input: &StepInput) -> Result<Stepped, String> {
+    trainer.set_learning_rate(input.learning_rate);
     // A batch whose groups all have equal rewards teaches nothing: it is used up, and the weights stay as they are.
-    let report = if samples.is_empty() {
+    let report = if input.samples.is_empty() {
         StepReport::default()
     } else {
-        trainer.step(samples).map_err(|e| format!("step: {e}"))?
+        trainer.step(&input.samples).map_err(|e| format!("step: {e}"))?
     };
     let weights = trainer.weights().map_err(|e| format!("weights: {e}"))?;
     let weights = weights.to_safetensors().map_err(|e| format!("weights: {e}"))?;
-    let optimizer_state = if with_optimizer_state {
+    let optimizer_state = if input.with_optimizer_state {
         Some(trainer.optimizer_state().map_err(|e| format!("optimizer state: {e}"))?)
     } else {
         None

@@ -4,6 +4,7 @@
 //! one whose work takes virtual time.
 
 mod local;
+mod measure;
 
 use starling_engine::{EngineError, GenerateRequest, Sample, StepReport, TokenSink};
 use starling_protocol::PolicyVersion;
@@ -12,6 +13,7 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 
 pub use local::{LocalCompute, TrainerOptions};
+pub(crate) use measure::measure;
 
 /// A node's devices.
 pub trait Compute: Send + Sync + 'static {
@@ -22,18 +24,61 @@ pub trait Compute: Send + Sync + 'static {
     /// In words: what does not fit.
     fn start_engine(&self, config: &[u8], weights: &[u8], version: PolicyVersion) -> Result<Arc<dyn Engine>, String>;
 
-    /// Starts a trainer at the given weights and, if there are any, optimizer moments. Returns at once; what is wrong
-    /// with the weights may come with the first step.
+    /// Starts a trainer. Returns at once; what is wrong with the weights may come with the first step.
     ///
     /// # Errors
     /// In words: what does not fit.
     fn start_trainer(
         &self,
         config: &[u8],
-        weights: Vec<u8>,
-        optimizer_state: Option<Vec<u8>>,
+        start: TrainerStart,
         spec: &TrainerSpec,
     ) -> Result<Box<dyn StepTrainer>, String>;
+
+    /// What a trainer of this model would take of the device's memory, and what there was when the node started. Cheap.
+    ///
+    /// # Errors
+    /// In words: what is wrong with the configuration.
+    fn training_memory(&self, config: &[u8]) -> Result<TrainingMemory, String>;
+}
+
+/// Memory of a device against what a trainer takes of it, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TrainingMemory {
+    /// Weights, gradients and moments, activations of one pass, and the copy that is served meanwhile.
+    pub needed_bytes: u64,
+    /// Free when the node started; `None` when that is not known, or nothing limits it.
+    pub free_bytes: Option<u64>,
+}
+
+impl TrainingMemory {
+    /// Whether the device holds it.
+    #[must_use]
+    pub fn fits(&self) -> bool {
+        self.free_bytes.is_none_or(|free| self.needed_bytes <= free)
+    }
+}
+
+/// Where a trainer starts from; safetensors all.
+#[derive(Clone, Debug, Default)]
+pub struct TrainerStart {
+    /// The current weights.
+    pub weights: Vec<u8>,
+    /// The optimizer's moments, if there are any.
+    pub optimizer_state: Option<Vec<u8>>,
+    /// The weights that the job started from, where its algorithm compares with them.
+    pub reference: Option<Vec<u8>>,
+}
+
+/// What one step is made of.
+#[derive(Clone, Debug, Default)]
+pub struct StepInput {
+    /// An empty batch leaves the weights as they are.
+    pub samples: Vec<Sample>,
+    /// The schedule's value for this step.
+    pub learning_rate: f64,
+    /// Whether the moments after the step are asked for.
+    pub with_optimizer_state: bool,
 }
 
 /// Samples from one model. It stops when the last handle drops; what runs then ends with an error.
@@ -54,8 +99,8 @@ pub trait Engine: Send + Sync {
 
 /// Takes one optimizer step at a time. It ends when the handle drops.
 pub trait StepTrainer: Send + Sync {
-    /// Begins a step over `samples`; an empty batch leaves the weights as they are.
-    fn step(&self, samples: Vec<Sample>, with_optimizer_state: bool) -> oneshot::Receiver<Result<Stepped, String>>;
+    /// Begins a step.
+    fn step(&self, input: StepInput) -> oneshot::Receiver<Result<Stepped, String>>;
 }
 
 /// What a step brought.

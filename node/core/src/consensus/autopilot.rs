@@ -64,6 +64,14 @@ pub(super) struct Situation {
     pub(super) witnesses: BTreeSet<NodeId>,
     /// Learners whose log is nearly the leader's.
     pub(super) caught_up: BTreeSet<NodeId>,
+    /// Members that live with another store than the one that has their seat. Not in `live`: they answer nothing in it.
+    pub(super) forgetful: BTreeSet<NodeId>,
+    /// Nodes that are about to leave: their seats go to others while they still answer.
+    pub(super) draining: BTreeSet<NodeId>,
+    /// Nodes whose device is so much better than the leader's that leadership would move to them if they voted.
+    pub(super) better: BTreeSet<NodeId>,
+    /// Training tokens a second, of nodes that measured it.
+    pub(super) speeds: BTreeMap<NodeId, u32>,
     pub(super) voters_max: usize,
 }
 
@@ -106,25 +114,72 @@ impl Situation {
         let live = self.voters.intersection(&self.live).count();
         live.cast_signed() - majority(self.voters.len()).cast_signed()
     }
+
+    /// [`Situation::margin`] once the draining nodes have left without a change of membership.
+    #[cfg(test)]
+    pub(super) fn lasting_margin(&self) -> isize {
+        let live = self.voters.intersection(&self.live).filter(|n| !self.draining.contains(*n)).count();
+        live.cast_signed() - majority(self.voters.len()).cast_signed()
+    }
+
+    /// What the group looks like after a change that went well.
+    fn after(mut self, change: Change) -> Self {
+        match change {
+            Change::AddLearner(n) => {
+                self.learners.insert(n);
+                self.caught_up.insert(n);
+            }
+            Change::Promote(n) => {
+                self.learners.remove(&n);
+                self.voters.insert(n);
+            }
+            Change::Demote(n) => {
+                self.voters.remove(&n);
+                self.learners.insert(n);
+                self.caught_up.insert(n);
+            }
+            Change::Remove(n) => {
+                self.voters.remove(&n);
+                self.learners.remove(&n);
+            }
+        }
+        self
+    }
+
+    /// Whether `node` goes on voting once every change that is due has been made.
+    pub(super) fn keeps_seat(mut self, node: NodeId) -> bool {
+        // Each node is added, promoted and demoted at most once; the bound is for a plan that would go in circles.
+        for _ in 0..3 * (self.servers.len() + self.witnesses.len()) {
+            let Some(change) = plan(&self) else { break };
+            self = self.after(change);
+        }
+        self.voters.contains(&node)
+    }
 }
 
 /// The next change, if one is due.
 ///
 /// Every change leaves [`Situation::margin`] as large as it was or larger: a live node is promoted, a dead one leaves,
-/// or any one leaves an even number.
+/// or any one leaves an even number. The exception is a draining node that leaves an odd number when another leaves
+/// with it: the margin without those two does not shrink, and the quorum that is there now stays one.
 pub(super) fn plan(s: &Situation) -> Option<Change> {
     if s.margin() < 0 {
         return None; // nothing would commit
     }
     let is_member = |n: &NodeId| s.voters.contains(n) || s.learners.contains(n);
-    let staying: BTreeSet<_> = s.voters.difference(&s.gone).copied().collect();
-    let leaving: Vec<_> = s.voters.intersection(&s.gone).copied().collect();
+    let is_gone = |n: &NodeId| s.gone.contains(n) || s.forgetful.contains(n);
+    let gone = s.voters.iter().filter(|n| is_gone(n)).copied();
+    let draining = s.voters.intersection(&s.draining).filter(|n| !is_gone(n)).copied();
+    let leaving: Vec<_> = gone.chain(draining).collect();
+    let staying: BTreeSet<_> = s.voters.iter().filter(|n| !leaving.contains(n)).copied().collect();
     let staying_witnesses: Vec<_> = staying.intersection(&s.witnesses).copied().collect();
-    let staying_servers = staying.len() - staying_witnesses.len();
-    let may_vote = |n: &&NodeId| s.steady.contains(*n) && s.live.contains(*n) && !s.voters.contains(*n);
+    let servers_staying = staying.len() - staying_witnesses.len();
+    let may_vote = |n: &&NodeId| {
+        s.steady.contains(*n) && s.live.contains(*n) && !s.voters.contains(*n) && !s.draining.contains(*n)
+    };
     let new_servers: Vec<_> = s.servers.iter().filter(may_vote).copied().collect();
     let new_witnesses: Vec<_> = s.witnesses.iter().filter(may_vote).copied().collect();
-    let servers = staying_servers + new_servers.len();
+    let servers = servers_staying + new_servers.len();
     let witnesses = staying_witnesses.len() + new_witnesses.len();
     let wanted = voters_wanted(servers, witnesses, s.voters_max);
     // A witness fills a seat that no server can take.
@@ -136,7 +191,10 @@ pub(super) fn plan(s: &Situation) -> Option<Change> {
         return Some(Change::AddLearner(*newcomer));
     }
     let ready = |n: &&NodeId| s.learners.contains(*n) && s.caught_up.contains(*n);
-    let server_seats = wanted.min(servers).saturating_sub(staying_servers);
+    let server_seats = wanted.min(servers).saturating_sub(servers_staying);
+    // The better device first: it may come to lead.
+    let mut new_servers = new_servers;
+    new_servers.sort_by_key(|n| std::cmp::Reverse((s.better.contains(n), s.speeds.get(n).copied().unwrap_or(0))));
     let ready_servers: Vec<_> = new_servers.iter().filter(ready).take(server_seats).collect();
     let ready_witnesses: Vec<_> = new_witnesses().filter(ready).collect();
     // Voters come in pairs, so that their number is even for no longer than it takes: two that are ready, or one for
@@ -148,17 +206,42 @@ pub(super) fn plan(s: &Situation) -> Option<Change> {
     if may_promote && let Some(next) = ready_servers.into_iter().chain(ready_witnesses).next() {
         return Some(Change::Promote(*next));
     }
-    // One that is gone keeps its seat while nobody takes it and its leaving would leave an even number: that would
-    // bear no more failures, and its return helps.
-    if let Some(gone) = leaving.first()
-        && (s.voters.len().is_multiple_of(2) || leaving.len() >= 2)
-    {
-        return Some(Change::Remove(*gone));
+    // One that lost its store never comes back to its seat, and comes in again as a newcomer.
+    if let Some(forgetful) = s.voters.union(&s.learners).find(|n| s.forgetful.contains(*n)) {
+        return Some(Change::Remove(*forgetful));
     }
-    // Too many, and an even number: one may leave without loss, a witness before a server.
-    let surplus = s.voters.len() > wanted && s.voters.len().is_multiple_of(2);
-    let by_worth = staying_witnesses.iter().chain(staying.iter().rev().filter(|n| s.servers.contains(*n)));
-    if surplus && let Some(out) = by_worth.copied().find(|n| *n != s.leader) {
+    // One that is gone keeps its seat while nobody takes it and its leaving would leave an even number: that would
+    // bear no more failures, and its return helps. A draining leader hands over first.
+    let even = s.voters.len().is_multiple_of(2);
+    let others = || leaving.iter().filter(|n| **n != s.leader);
+    if even || leaving.len() >= 2 {
+        if let Some(gone) = others().find(|n| s.gone.contains(*n)) {
+            return Some(Change::Remove(*gone));
+        }
+        // It answers still, and an odd number loses a vote with it.
+        if let Some(draining) = others().next()
+            && (even || s.margin() > 0)
+        {
+            return Some(Change::Demote(*draining));
+        }
+    }
+    // Leadership moves to voters only: a device that deserves it takes a seat, and the slowest gives one up below.
+    let has_better = s.voters.iter().any(|n| s.better.contains(n));
+    let someone_else = staying.iter().any(|n| *n != s.leader);
+    if !even
+        && !has_better
+        && someone_else
+        && staying.len() >= wanted
+        && let Some(better) = new_servers.iter().filter(ready).find(|n| s.better.contains(*n))
+    {
+        return Some(Change::Promote(*better));
+    }
+    // Too many, and an even number: one may leave without loss, a witness before a server, the slowest server first.
+    let surplus = staying.len() > wanted && even;
+    let mut staying_servers: Vec<_> = staying.iter().rev().filter(|n| s.servers.contains(*n)).collect();
+    staying_servers.sort_by_key(|n| s.speeds.get(*n).copied().unwrap_or(0));
+    let by_worth = staying_witnesses.iter().chain(staying_servers);
+    if surplus && let Some(out) = by_worth.copied().find(|n| *n != s.leader && !s.better.contains(n)) {
         return Some(Change::Demote(out));
     }
     s.learners.intersection(&s.gone).next().map(|n| Change::Remove(*n))

@@ -37,21 +37,12 @@ fn with_witness(mut s: Situation, witness: u8) -> Situation {
 
 fn apply(s: &mut Situation, change: Change) {
     match change {
-        Change::AddLearner(node) => {
-            s.learners.insert(node);
-            s.caught_up.insert(node);
-        }
-        Change::Promote(node) => {
-            assert!(s.learners.remove(&node), "{node} was no learner");
-            s.voters.insert(node);
-        }
-        Change::Demote(node) => {
-            assert!(s.voters.remove(&node));
-            s.learners.insert(node);
-            s.caught_up.insert(node);
-        }
-        Change::Remove(node) => assert!(s.voters.remove(&node) || s.learners.remove(&node)),
+        Change::Promote(node) => assert!(s.learners.contains(&node), "{node} was no learner"),
+        Change::Demote(node) => assert!(s.voters.contains(&node)),
+        Change::Remove(node) => assert!(s.voters.contains(&node) || s.learners.contains(&node)),
+        Change::AddLearner(_) => {}
     }
+    *s = s.clone().after(change);
 }
 
 /// Carries out changes until none is due; returns them.
@@ -149,6 +140,100 @@ fn a_witness_leaves_its_seat_to_a_server() {
 }
 
 #[test]
+fn a_draining_voter_leaves_its_seat_once_another_votes() {
+    let mut s = situation(&[1, 2, 3], &[4], &[1, 2, 3, 4]);
+    s.draining = set(&[3]);
+    assert!(!s.clone().keeps_seat(n(3)) && s.clone().keeps_seat(n(2)));
+    assert_eq!(settle(&mut s), [Change::Promote(n(4)), Change::Demote(n(3))]);
+    assert_eq!(s.learners, set(&[3]), "it goes on as a learner, and is not taken back");
+    // A witness takes it where no server can.
+    let mut s = with_witness(situation(&[1, 2, 3], &[], &[1, 2, 3]), 9);
+    s.draining = set(&[3]);
+    let changes = [Change::AddLearner(n(9)), Change::Promote(n(9)), Change::Demote(n(3))];
+    assert_eq!(settle(&mut s), changes);
+}
+
+#[test]
+fn a_draining_voter_keeps_a_seat_that_nobody_else_can_take() {
+    let mut s = situation(&[1, 2, 3], &[], &[1, 2, 3]);
+    s.draining = set(&[3]);
+    assert_eq!(plan(&s), None, "two voters bear no more failures than three of which one leaves");
+    assert!(s.clone().keeps_seat(n(3)));
+    // Of two voters it is another matter: both must answer.
+    let mut s = situation(&[1, 2], &[], &[1, 2]);
+    s.draining = set(&[2]);
+    assert_eq!(settle(&mut s), [Change::Demote(n(2))]);
+    // And two that leave together leave a group that bears one more failure, or one that needs nobody else.
+    let mut s = situation(&[1, 2, 3, 4, 5], &[], &[1, 2, 3, 4, 5]);
+    s.draining = set(&[4, 5]);
+    assert_eq!(settle(&mut s), [Change::Demote(n(4)), Change::Demote(n(5))]);
+    let mut s = situation(&[1, 2, 3], &[], &[1, 2, 3]);
+    s.draining = set(&[2, 3]);
+    assert_eq!(settle(&mut s), [Change::Demote(n(2)), Change::Demote(n(3))]);
+    // But not while the two others that answer are needed.
+    let mut s = situation(&[1, 2, 3, 4, 5], &[], &[1, 2, 3]);
+    (s.draining, s.gone) = (set(&[2, 3]), BTreeSet::new());
+    assert_eq!(plan(&s), None);
+}
+
+#[test]
+fn a_draining_leader_keeps_its_vote_until_another_leads() {
+    let mut s = situation(&[1, 2, 3], &[4], &[1, 2, 3, 4]);
+    s.draining = set(&[1]);
+    assert_eq!(settle(&mut s), [Change::Promote(n(4))]);
+    s.leader = n(2);
+    assert_eq!(settle(&mut s), [Change::Demote(n(1))]);
+}
+
+#[test]
+fn who_lost_its_store_leaves_its_seat_at_once_and_comes_in_again() {
+    let mut s = situation(&[1, 2, 3], &[], &[1, 2]);
+    (s.forgetful, s.gone) = (set(&[3]), BTreeSet::new());
+    assert_eq!(plan(&s), Some(Change::Remove(n(3))));
+    apply(&mut s, Change::Remove(n(3)));
+    // Now it is a server like any other.
+    s.forgetful.clear();
+    s.live.insert(n(3));
+    s.steady.insert(n(3));
+    assert_eq!(settle(&mut s), [Change::AddLearner(n(3)), Change::Promote(n(3))]);
+    // A learner takes the seat first, where there is one.
+    let mut s = situation(&[1, 2, 3], &[4], &[1, 2, 4]);
+    (s.forgetful, s.gone) = (set(&[3]), BTreeSet::new());
+    assert_eq!(settle(&mut s), [Change::Promote(n(4)), Change::Remove(n(3))]);
+    // Nothing can be changed without a quorum of those who remember.
+    let mut s = situation(&[1, 2, 3], &[], &[1]);
+    (s.forgetful, s.gone) = (set(&[2, 3]), BTreeSet::new());
+    assert_eq!(plan(&s), None);
+}
+
+#[test]
+fn a_draining_server_is_not_taken_in() {
+    let mut s = situation(&[1, 2, 3], &[5], &[1, 2, 3, 4, 5]);
+    s.draining = set(&[4, 5]);
+    assert_eq!(plan(&s), None);
+}
+
+#[test]
+fn a_much_better_learner_takes_the_seat_of_the_slowest_voter() {
+    let mut s = situation(&[1, 2, 3], &[4], &[1, 2, 3, 4]);
+    s.speeds = BTreeMap::from([(n(1), 100), (n(2), 50), (n(3), 100), (n(4), 900)]);
+    assert_eq!(plan(&s), None, "the leader decides what is better");
+    s.better = set(&[4]);
+    assert_eq!(settle(&mut s), [Change::Promote(n(4)), Change::Demote(n(2))]);
+    // One that is better votes already: leadership can move to it, and a second change gains nothing.
+    let mut s = situation(&[1, 2, 3], &[4], &[1, 2, 3, 4]);
+    s.better = set(&[2, 4]);
+    assert_eq!(plan(&s), None);
+}
+
+#[test]
+fn the_faster_of_two_learners_takes_a_free_seat() {
+    let mut s = situation(&[1, 2, 3], &[4, 5], &[1, 2, 4, 5]);
+    s.speeds = BTreeMap::from([(n(4), 10), (n(5), 20)]);
+    assert_eq!(plan(&s), Some(Change::Promote(n(5))));
+}
+
+#[test]
 fn a_node_that_flaps_is_neither_steady_nor_gone() {
     let seconds = Duration::from_secs;
     let mut sightings = Sightings::default();
@@ -192,10 +277,23 @@ fn random(rng: &mut ChaCha8Rng) -> Situation {
             }
         } else if rng.random_bool(0.7) {
             s.gone.insert(node);
+        } else if rng.random_bool(0.3) {
+            s.forgetful.insert(node);
         }
         if s.learners.contains(&node) && rng.random_bool(0.7) {
             s.caught_up.insert(node);
         }
+        if s.live.contains(&node) && rng.random_bool(0.2) {
+            s.draining.insert(node);
+        } else if s.servers.contains(&node) && s.live.contains(&node) && rng.random_bool(0.2) {
+            s.better.insert(node);
+            s.speeds.insert(node, rng.random_range(1000..2000));
+        } else if rng.random_bool(0.5) {
+            s.speeds.insert(node, rng.random_range(1..1000));
+        }
+    }
+    if rng.random_bool(0.1) {
+        s.draining.insert(n(1));
     }
     s
 }
@@ -210,10 +308,12 @@ fn in_any_situation_changes_are_safe_few_and_final() {
         let mut changes = Vec::new();
         while let Some(change) = plan(&s) {
             assert_eq!(plan(&s), Some(change), "seed {seed}: another answer to the same question");
-            let (margin, learners) = (s.margin(), s.learners.clone());
+            let (margin, lasting, learners) = (s.margin(), s.lasting_margin(), s.learners.clone());
             apply(&mut s, change);
             changes.push(change);
-            assert!(margin >= 0 && s.margin() >= margin, "seed {seed}: {change:?} thins the quorum of {before:?}");
+            let leaves = matches!(change, Change::Demote(node) if s.draining.contains(&node));
+            let kept = if leaves { s.margin() >= 0 && s.lasting_margin() >= lasting } else { s.margin() >= margin };
+            assert!(margin >= 0 && kept, "seed {seed}: {change:?} thins the quorum of {before:?}");
             assert!(s.voters.contains(&n(1)), "seed {seed}: the leader lost its vote");
             if let Change::Promote(node) = change {
                 assert!(learners.contains(&node) && s.live.contains(&node), "seed {seed}: {change:?}");
@@ -229,7 +329,8 @@ fn in_any_situation_changes_are_safe_few_and_final() {
             Change::Demote(_) | Change::Remove(_) => false,
         };
         assert_eq!(changes.iter().find(|c| undone(c)), None, "seed {seed}: {changes:?} from {before:?}");
-        let certain = before.gone.union(&before.steady).count() == nodes;
+        let certain = before.gone.union(&before.steady).count() + before.forgetful.len() == nodes
+            && !s.draining.contains(&s.leader);
         if s.margin() >= 0 && certain && s.learners.iter().all(|l| s.caught_up.contains(l)) {
             let odd_or_two = s.voters.len() % 2 == 1 || s.voters.len() == 2;
             assert!(odd_or_two, "seed {seed}: {} voters: {s:?} after {changes:?}", s.voters.len());

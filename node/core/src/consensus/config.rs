@@ -16,9 +16,10 @@ pub struct GroupConfig {
     /// How often a leader without entries to send shows that it is there. A message must be answered within three
     /// quarters of it. Default 250 ms.
     pub heartbeat: Duration,
-    /// Shortest election timeout. A node with the better device gets a shorter one. Default 1 s.
+    /// Shortest of the random times after which a node stands that the turns did not make a leader. Default 1 s.
     pub election_timeout_min: Duration,
-    /// Longest election timeout; also how long a leader may act without its quorum. Default 2 s.
+    /// Longest election timeout; also the lease: how long a leader may act without its quorum, and how long after its
+    /// last heartbeat no other is elected. Default 2 s.
     pub election_timeout_max: Duration,
     /// Entries between two snapshots. Default 500.
     pub snapshot_after_entries: u64,
@@ -35,6 +36,13 @@ pub struct GroupConfig {
     /// How long a member must have been dead without a break before the leader gives its place away: longer than a
     /// restart or a move between two networks takes. Default 60 s.
     pub remove_after: Duration,
+    /// How long a voter must have been alive without a break before leadership moves to it for its device's sake. Default
+    /// 10 s: a node whose connection comes and goes is noticed within 3 s each time, so it never gets there.
+    pub transfer_after: Duration,
+    /// How long a quorum must have been lost before this node agrees to a new generation without it; `None`: never.
+    /// A part that opens one wins over a part that trained on, so it must be longer than any partition that is to heal
+    /// by itself. Default 15 min.
+    pub generation_after: Option<Duration>,
     /// Whether this node votes but never leads.
     pub witness: bool,
 }
@@ -52,12 +60,26 @@ impl Default for GroupConfig {
             autopilot_every: Duration::from_secs(1),
             add_after: Duration::from_secs(2),
             remove_after: Duration::from_secs(60),
+            transfer_after: Duration::from_secs(10),
+            generation_after: Some(Duration::from_secs(15 * 60)),
             witness: false,
         }
     }
 }
 
 impl GroupConfig {
+    /// The defaults with these times: `election_timeout` is the longest, as on all other nodes, and half of it the
+    /// shortest. It must be at least four heartbeats.
+    #[must_use]
+    pub fn with_times(heartbeat: Duration, election_timeout: Duration) -> Self {
+        Self {
+            heartbeat,
+            election_timeout_min: election_timeout / 2,
+            election_timeout_max: election_timeout,
+            ..Self::default()
+        }
+    }
+
     pub(super) fn raft(&self, model: &ModelName) -> openraft::Config {
         let ms = |d: Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
         openraft::Config {

@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-use starling_protocol::{ModelName, NodeId};
+use starling_protocol::{Line, ModelName, NodeId};
 use starling_storage::StoreError;
 
 /// A group could not be opened. Nothing was started.
@@ -27,6 +27,12 @@ pub enum GroupError {
         model: ModelName,
         /// The limit.
         max: usize,
+    },
+    /// The group's run changed while its line was to be changed. Retryable.
+    #[error("group of {model}: it was started over meanwhile")]
+    Changed {
+        /// Which group.
+        model: ModelName,
     },
     /// openraft refused: the settings or the log make no sense to it.
     #[error("start the group of {model}: {reason}")]
@@ -54,6 +60,18 @@ pub enum JoinError {
         from: NodeId,
         /// For which group.
         model: ModelName,
+    },
+    /// This node is in a greater line, which the inviter's is going to join.
+    #[error("{model} is in {ours} here; {from} speaks for {theirs}")]
+    LesserLine {
+        /// Who asked.
+        from: NodeId,
+        /// For which group.
+        model: ModelName,
+        /// The inviter's line.
+        theirs: Line,
+        /// This node's.
+        ours: Line,
     },
     /// The inviter called this node into as many groups as it may.
     #[error("{from} called this node into {max} groups already")]
@@ -119,6 +137,25 @@ pub enum ReadError {
     /// This node is not in the group, or the group stopped.
     #[error("this node is not in the group of {0}")]
     NoGroup(ModelName),
+}
+
+/// No new generation was opened. Nothing was changed.
+#[derive(Debug, thiserror::Error)]
+pub enum ReopenError {
+    /// This node is not in the group.
+    #[error("this node is not in the group of {0}")]
+    NoGroup(ModelName),
+    /// The group works, or another node must do it.
+    #[error("no new generation of {model} is opened: {reason}")]
+    Refused {
+        /// Which group.
+        model: ModelName,
+        /// Why, and who is to do what.
+        reason: String,
+    },
+    /// The group does not start over.
+    #[error(transparent)]
+    Group(#[from] GroupError),
 }
 
 /// A group was not created, or not completely. Trying again is safe.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use starling_protocol::record::Role;
 use starling_protocol::wire::ModelAnnouncement;
-use starling_protocol::{ModelName, NodeId};
+use starling_protocol::{Lineage, ModelName, NodeId, StoreId};
 use tokio::time::Instant;
 
 use super::errors::JoinError;
@@ -32,22 +32,43 @@ impl Groups {
         if announced.len() >= ANNOUNCED_MAX && !announced.contains_key(&a.model) {
             return;
         }
+        if announced.get(&a.model).is_some_and(|(line, _)| *line > a.line) {
+            return;
+        }
         let voters = a.voters.iter().copied().chain(a.leader.map(|(n, _)| n)).take(16).collect();
-        announced.insert(a.model.clone(), voters);
+        announced.insert(a.model.clone(), (a.line, voters));
     }
 
-    /// Takes part in `model`'s group from now on, as `from` asks, without a vote of its own accord: its leader brings
-    /// the log.
+    /// Takes part in this line of `model`'s group from now on, as `from` asks, without a vote of its own accord: its
+    /// leader brings the log. A node in a lesser line leaves that for good.
     ///
     /// # Errors
     /// [`JoinError`]; then nothing has changed.
-    pub async fn on_join(self: &Arc<Self>, from: NodeId, model: &ModelName) -> Result<(), JoinError> {
+    pub async fn on_join(
+        self: &Arc<Self>,
+        from: NodeId,
+        model: &ModelName,
+        lineage: &Lineage,
+    ) -> Result<(), JoinError> {
         let serves = self.membership.record(from).is_some_and(|r| r.has(Role::Server));
         if !serves || !self.membership.is_live(from) {
             return Err(JoinError::UnknownInviter { from });
         }
         let stranger = || JoinError::NotAMember { from, model: model.clone() };
         if let Some(group) = self.group(model) {
+            let (theirs, ours) = (lineage.line, group.lineage.line);
+            if theirs < ours {
+                return Err(JoinError::LesserLine { from, model: model.clone(), theirs, ours });
+            }
+            if theirs > ours {
+                if !self.may_lead_away(&group, from, lineage) {
+                    return Err(stranger());
+                }
+                tracing::warn!(%model, from = %from.short(), %ours, %theirs, "this node leaves its line for a greater one");
+                let lineage = lineage.clone();
+                self.change_line(&group, move |disk| disk.join_line(&lineage, from)).await?;
+                return Ok(());
+            }
             let known = self.may_speak(&group, from) || (group.is_empty() && self.may_invite(model, from));
             if !known {
                 return Err(stranger());
@@ -62,14 +83,25 @@ impl Groups {
         if invited >= GROUPS_PER_INVITER_MAX {
             return Err(JoinError::TooMany { from, max: GROUPS_PER_INVITER_MAX });
         }
-        let group = self.open(model, Some(from)).await?;
+        let group = self.open(model, Some(from), lineage).await?;
         *lock(&group.inviter) = Some(from);
         Ok(())
     }
 
     /// A model that nobody announces is new, and whoever asks creates it.
     fn may_invite(&self, model: &ModelName, from: NodeId) -> bool {
-        lock(&self.announced).get(model).is_none_or(|voters| voters.contains(&from))
+        lock(&self.announced).get(model).is_none_or(|(_, voters)| voters.contains(&from))
+    }
+
+    /// Whether `from` may lead this node from its line into a greater one. A group that works gives its members up only
+    /// to one of them or of the lines that it came out of, or to what one of those opened; one without a leader to any
+    /// server that invites.
+    fn may_lead_away(&self, group: &Group, from: NodeId, lineage: &Lineage) -> bool {
+        let metrics = group.metrics();
+        let member = |node: NodeId| metrics.membership_config.membership().nodes().any(|(n, _)| *n == node);
+        let works = lock(&group.leaderless_since).elapsed() < self.config.patience();
+        let kin = &group.state.get().kin;
+        !works || [from, lineage.line.opened_by].iter().any(|n| member(*n) || kin.contains(n))
     }
 
     /// Whether messages of `from` count in the group.
@@ -83,11 +115,21 @@ impl Groups {
         }
         let heard = lock(&group.heard).is_some_and(|at| Instant::now() - at < self.config.election_timeout_max);
         let lonely = !heard && !group.leadership.get().is_self;
-        let announced = || lock(&self.announced).get(&group.model).is_some_and(|voters| voters.contains(&from));
+        let announced = || {
+            let announced = lock(&self.announced);
+            announced.get(&group.model).is_some_and(|(l, voters)| *l == group.lineage.line && voters.contains(&from))
+        };
         (newcomer || lonely) && (*lock(&group.inviter) == Some(from) || announced())
     }
 
-    pub(super) fn admit(&self, group: &Group, from: NodeId) -> Result<(), InboundError> {
+    /// Whether a message counts that `from` sends with this store.
+    pub(super) fn admit(&self, group: &Group, from: NodeId, store: StoreId) -> Result<(), InboundError> {
+        let metrics = group.metrics();
+        let seat = metrics.membership_config.membership().get_node(&from).copied();
+        if let Some(seat) = seat.filter(|seat| seat.store != store) {
+            let reason = format!("{from} speaks for its store {store}, its seat in the group of {} is", group.model);
+            return Err(InboundError::Unavailable(format!("{reason} that of {}", seat.store)));
+        }
         if self.may_speak(group, from) {
             return Ok(());
         }

@@ -1,32 +1,49 @@
 //! One group on this node.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use openraft::RaftMetrics;
 use starling_protocol::control::ModelState;
-use starling_protocol::{ModelName, NodeId};
+use starling_protocol::{Lineage, ModelName, NodeId};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::autopilot::Sightings;
+use super::disk::Disk;
 use super::network::Incoming;
 use super::state_machine::StateMachine;
+use super::succession::Reigns;
 use super::type_config::TypeConfig;
 use super::view::LeaderView;
 use crate::watch::Sender;
 
 pub(super) type Raft = openraft::Raft<TypeConfig, StateMachine>;
 
-/// One run of a group on this node. A group that stopped because of its disk is followed by another run, with the same
+/// One run of a group on this node. A group that stopped because of its disk, or that changed its line, is followed by another run, with the same
 /// feeds.
 pub(super) struct Group {
     pub(super) raft: Raft,
+    pub(super) disk: Disk,
+    /// The line that this run is in.
+    pub(super) lineage: Lineage,
     pub(super) incoming: Incoming,
     /// When a leader was last heard.
     pub(super) heard: Mutex<Option<Instant>>,
+    /// Since when none is heard.
+    pub(super) leaderless_since: Mutex<Instant>,
+    /// What is to become of a group without a quorum, as last looked into.
+    pub(super) outlook: Mutex<Option<String>>,
     /// Who called this node into the group last.
     pub(super) inviter: Mutex<Option<NodeId>>,
     /// Why this node must not lead, if it must not.
     pub(super) unfit: Mutex<Option<String>>,
+    /// Whether openraft was told that this node stands for election.
+    pub(super) stands: AtomicBool,
+    /// Who led, and for how long.
+    pub(super) reigns: Mutex<Reigns>,
+    /// Who has been there, and since when, while this node leads.
+    pub(super) sightings: Mutex<Sightings>,
     /// Ends what watches over this run of the group.
     pub(super) closed: CancellationToken,
     pub(super) model: ModelName,

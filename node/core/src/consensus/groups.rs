@@ -1,16 +1,17 @@
 //! All groups that this node takes part in.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use futures::future::BoxFuture;
-use openraft::EmptyNode;
 use openraft::errors::{InitializeError, RaftError};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::control::{Applied, ControlEntry, ModelState};
+use starling_protocol::record::Fitness;
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, LeaderCall, LeaderReply, Service};
-use starling_protocol::{ModelName, NodeId};
+use starling_protocol::{Hash, Line, Lineage, ModelName, NodeId, StoreId};
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
@@ -22,6 +23,7 @@ use super::log_store::LogStore;
 use super::network::{Incoming, Network, RaftFrame};
 use super::state_machine::StateMachine;
 use super::supervise::WITNESS;
+use super::type_config::Seat;
 use super::view::LeaderView;
 use crate::disk_health::WatchedStore;
 use crate::membership::Membership;
@@ -32,18 +34,37 @@ use crate::watch::{Receiver, Sender, channel, lock};
 /// Most groups on one node: any node may ask to join one, and an idle group costs some heartbeats a second.
 const GROUPS_MAX: usize = 256;
 
+/// The store's id; drawn from `seed` if it is new. A store that cannot say is a new one for this run: this node's seats
+/// are then another store's, which costs them and breaks no promise.
+fn own_store_id(store: &WatchedStore, node: NodeId, seed: u64) -> StoreId {
+    let drawn = Hash::of(&[&b"starling/store/1"[..], &node.0, &seed.to_le_bytes()].concat()).0;
+    let mut fresh = [0; 16];
+    fresh.copy_from_slice(&drawn[..16]);
+    starling_storage::store_id::store_id(store, StoreId(fresh)).unwrap_or_else(|error| {
+        tracing::error!(%error, "the store's id can be neither read nor written: this node keeps none of its seats");
+        StoreId(fresh)
+    })
+}
+
 /// All groups that this node takes part in. One for each model.
 pub struct Groups {
     pub(super) node: NodeId,
+    /// Of this run's store.
+    pub(super) store_id: StoreId,
     pub(super) transport: SharedTransport,
     pub(super) store: WatchedStore,
     pub(super) membership: Arc<Membership>,
     pub(super) config: GroupConfig,
-    scope: NodeScope,
+    pub(super) scope: NodeScope,
     pub(super) groups: Mutex<BTreeMap<ModelName, Arc<Group>>>,
-    /// Voters of each model, as the mesh announces them.
-    pub(super) announced: Mutex<BTreeMap<ModelName, Vec<NodeId>>>,
-    opening: tokio::sync::Mutex<()>,
+    /// Voters of each model in its greatest line, as the mesh announces them.
+    pub(super) announced: Mutex<BTreeMap<ModelName, (Line, Vec<NodeId>)>>,
+    /// What this node's device is worth for training each model.
+    pub(super) fitness: Mutex<BTreeMap<ModelName, Fitness>>,
+    pub(super) draining: AtomicBool,
+    /// Times without a date are counted from here.
+    pub(super) started: Instant,
+    pub(super) opening: tokio::sync::Mutex<()>,
     pub(super) shutdown: CancellationToken,
 }
 
@@ -66,8 +87,10 @@ impl Groups {
         seed: u64,
         shutdown: CancellationToken,
     ) -> Arc<Self> {
+        let node = transport.local();
         let groups = Arc::new(Self {
-            node: transport.local(),
+            node,
+            store_id: own_store_id(&store, node, seed),
             transport,
             store,
             membership,
@@ -75,6 +98,9 @@ impl Groups {
             scope: NodeScope::current().unwrap_or_else(|| NodeScope::new(seed)),
             groups: Mutex::new(BTreeMap::new()),
             announced: Mutex::new(BTreeMap::new()),
+            fitness: Mutex::default(),
+            draining: AtomicBool::new(false),
+            started: Instant::now(),
             opening: tokio::sync::Mutex::new(()),
             shutdown,
         });
@@ -93,15 +119,17 @@ impl Groups {
             .unwrap_or_else(|_stopped| Ok(Vec::new()));
         let models = models.map_err(GroupError::List)?;
         for model in &models {
-            self.open(model, None).await?;
+            self.open(model, None, &Lineage::default()).await?;
         }
         Ok(models)
     }
 
+    /// Opens the group, in the line that the store has it in, or in `lineage` if this node was not in it yet.
     pub(super) async fn open(
         self: &Arc<Self>,
         model: &ModelName,
         inviter: Option<NodeId>,
+        lineage: &Lineage,
     ) -> Result<Arc<Group>, GroupError> {
         let _one_at_a_time = self.opening.lock().await;
         if let Some(group) = self.group(model) {
@@ -112,10 +140,11 @@ impl Groups {
         }
         let disk = Disk::new(Arc::new(self.store.clone()), model.clone());
         let store_failed = |source| GroupError::Store { model: model.clone(), source };
-        let inviter = disk.run(move |d| d.seat(inviter)).await.map_err(store_failed)?;
+        let lineage = lineage.clone();
+        disk.run(move |d| d.seat(inviter, &lineage)).await.map_err(store_failed)?;
         let (leadership, _) = channel(LeaderView::default());
         let (state, _) = channel(Arc::default());
-        self.run(model, inviter, leadership, state).await
+        self.run(model, leadership, state).await
     }
 
     /// Starts the group over after its run ended with an error; readers keep their feeds.
@@ -124,26 +153,29 @@ impl Groups {
     pub(super) fn reopen<'a>(self: &'a Arc<Self>, ended: &'a Group) -> BoxFuture<'a, Result<(), GroupError>> {
         Box::pin(async move {
             let _one_at_a_time = self.opening.lock().await;
-            let inviter = *lock(&ended.inviter);
-            self.run(&ended.model, inviter, ended.leadership.clone(), ended.state.clone()).await?;
+            if ended.closed.is_cancelled() {
+                return Ok(()); // it changed its line meanwhile, and runs
+            }
+            ended.disk.retire().await;
+            self.run(&ended.model, ended.leadership.clone(), ended.state.clone()).await?;
             ended.closed.cancel();
             Ok(())
         })
     }
 
     /// Boxed: what it starts may start it again, and openraft's start alone is a future of 16 KiB.
-    fn run<'a>(
+    pub(super) fn run<'a>(
         self: &'a Arc<Self>,
         model: &'a ModelName,
-        inviter: Option<NodeId>,
         leadership: Sender<LeaderView>,
         state: Sender<Arc<ModelState>>,
     ) -> BoxFuture<'a, Result<Arc<Group>, GroupError>> {
         Box::pin(async move {
-            let group = self.scope.run(self.start_group(model, inviter, leadership, state)).await?;
+            let group = self.scope.run(self.start_group(model, leadership, state)).await?;
             lock(&self.groups).insert(model.clone(), group.clone());
             drop(self.scope.spawn(self.clone().watch_over(group.clone())));
             drop(self.scope.spawn(self.clone().pilot(group.clone())));
+            drop(self.scope.spawn(self.clone().tend_line(group.clone())));
             Ok(group)
         })
     }
@@ -151,26 +183,38 @@ impl Groups {
     async fn start_group(
         &self,
         model: &ModelName,
-        inviter: Option<NodeId>,
         leadership: Sender<LeaderView>,
         state: Sender<Arc<ModelState>>,
     ) -> Result<Arc<Group>, GroupError> {
         let refused = |e: &dyn std::fmt::Display| GroupError::Raft { model: model.clone(), reason: e.to_string() };
         let config = Arc::new(self.config.raft(model).validate().map_err(|e| refused(&e))?);
         let disk = Disk::new(Arc::new(self.store.clone()), model.clone());
-        let machine = StateMachine::open(disk.clone(), state.clone())
+        let store_failed = |source| GroupError::Store { model: model.clone(), source };
+        let (lineage, inviter) = disk.run(|d| Ok((d.lineage()?, d.inviter()?))).await.map_err(store_failed)?;
+        let machine = StateMachine::open(disk.clone(), state.clone()).await.map_err(store_failed)?;
+        let network = Network {
+            transport: self.transport.clone(),
+            model: model.clone(),
+            line: lineage.line,
+            store: self.store_id,
+        };
+        let raft = Raft::new(self.node, config, network, LogStore::new(disk.clone()), machine)
             .await
-            .map_err(|source| GroupError::Store { model: model.clone(), source })?;
-        let network = Network { transport: self.transport.clone(), model: model.clone() };
-        let raft =
-            Raft::new(self.node, config, network, LogStore::new(disk), machine).await.map_err(|e| refused(&e))?;
-        tracing::info!(%model, version = %state.get().version, "group opened");
+            .map_err(|e| refused(&e))?;
+        tracing::info!(%model, version = %state.get().version, line = %lineage.line, "group opened");
         Ok(Arc::new(Group {
             raft,
+            disk,
+            lineage,
+            leaderless_since: Mutex::new(Instant::now()),
+            outlook: Mutex::new(None),
             incoming: Incoming::default(),
             heard: Mutex::new(None),
             inviter: Mutex::new(inviter),
             unfit: Mutex::new(self.config.witness.then(|| WITNESS.to_owned())),
+            stands: AtomicBool::new(!self.config.witness),
+            reigns: Mutex::default(),
+            sightings: Mutex::default(),
             closed: self.shutdown.child_token(),
             model: model.clone(),
             leadership,
@@ -197,6 +241,11 @@ impl Groups {
     pub fn leadership(&self, model: &ModelName) -> Option<Receiver<LeaderView>> {
         self.group(model).map(|g| g.leadership.receiver())
     }
+    /// The line that this node is in, with those before it.
+    #[must_use]
+    pub fn lineage(&self, model: &ModelName) -> Option<Lineage> {
+        self.group(model).map(|g| g.lineage.clone())
+    }
     /// Voters, as this node knows them, ascending.
     #[must_use]
     pub fn voters(&self, model: &ModelName) -> Vec<NodeId> {
@@ -210,6 +259,12 @@ impl Groups {
             .unwrap_or_default()
     }
 
+    /// The store of this node's seats.
+    #[must_use]
+    pub fn store_id(&self) -> StoreId {
+        self.store_id
+    }
+
     /// Serves a [`Service::Raft`] call.
     ///
     /// # Errors
@@ -221,7 +276,17 @@ impl Groups {
         let group = self
             .group(&frame.model)
             .ok_or_else(|| InboundError::Unavailable(format!("this node is not in the group of {}", frame.model)))?;
-        self.admit(&group, from)?;
+        if frame.line != group.lineage.line {
+            let (theirs, ours) = (frame.line, group.lineage.line);
+            return Err(InboundError::Unavailable(format!("{} is in {ours} here, not in {theirs}", frame.model)));
+        }
+        if frame.to != self.store_id {
+            return Err(InboundError::Unavailable(format!(
+                "this node's store is {}, the seat in the group of {} is that of {}: it must be taken in again",
+                self.store_id, frame.model, frame.to
+            )));
+        }
+        self.admit(&group, from, frame.from)?;
         group.serve(from, frame.request).await
     }
 
@@ -237,28 +302,32 @@ impl Groups {
         first: ControlEntry,
     ) -> Result<(), CreateError> {
         let deadline = Instant::now() + self.config.create_timeout;
-        let voters: BTreeMap<_, _> = voters.iter().map(|v| (*v, EmptyNode {})).collect();
-        if !voters.contains_key(&self.node) {
+        if !voters.contains(&self.node) {
             return Err(CreateError::NotAVoter);
         }
-        let group = self.open(model, None).await?;
-        for voter in voters.keys().filter(|v| **v != self.node) {
-            self.ask_to_join(model, *voter, deadline)
+        let group = self.open(model, None, &Lineage::default()).await?;
+        let mut seats = BTreeMap::from([(self.node, Seat { store: self.store_id })]);
+        for voter in voters.iter().filter(|v| **v != self.node) {
+            let seat = self
+                .ask_to_join(&group, *voter, deadline)
                 .await
                 .map_err(|reason| CreateError::Voter { node: *voter, reason })?;
+            seats.insert(*voter, seat);
         }
-        match group.raft.initialize(voters).await {
+        match group.raft.initialize(seats).await {
             Ok(()) | Err(RaftError::APIError(InitializeError::NotAllowed(_))) => {}
             Err(error) => return Err(CreateError::Initialize { model: model.clone(), reason: error.to_string() }),
         }
         self.propose_anywhere(&group, &first, deadline).await
     }
 
-    pub(super) async fn ask_to_join(&self, model: &ModelName, node: NodeId, deadline: Instant) -> Result<(), String> {
-        let body = Bytes::from(encode(&LeaderCall::JoinGroup { model: model.clone() }));
+    /// Calls `node` into the group, and says what its seat is.
+    pub(super) async fn ask_to_join(&self, group: &Group, node: NodeId, deadline: Instant) -> Result<Seat, String> {
+        let (model, lineage) = (group.model.clone(), group.lineage.clone());
+        let body = Bytes::from(encode(&LeaderCall::JoinGroup { model, lineage }));
         loop {
             let reason = match self.leader_call(node, body.clone()).await {
-                Ok(LeaderReply::Done) => return Ok(()),
+                Ok(LeaderReply::Joined { store }) => return Ok(Seat { store }),
                 Ok(LeaderReply::Refused(reason)) => return Err(reason),
                 Ok(other) => return Err(format!("unexpected reply {other:?}")),
                 Err(reason) => reason,
@@ -270,7 +339,7 @@ impl Groups {
         }
     }
 
-    async fn leader_call(&self, node: NodeId, body: Bytes) -> Result<LeaderReply, String> {
+    pub(super) async fn leader_call(&self, node: NodeId, body: Bytes) -> Result<LeaderReply, String> {
         let limit = self.config.propose_timeout;
         let reply = self.transport.call(node, Service::Leader, body, limit).await.map_err(|e| e.to_string())?;
         decode("leader reply", &reply, CALL_LEN_BYTES_MAX).map_err(|e| e.to_string())

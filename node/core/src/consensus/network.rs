@@ -6,6 +6,7 @@
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Mutex;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,16 +16,16 @@ use openraft::raft::{
     AppendEntriesRequest, AppendEntriesResponse, SnapshotResponse, TransferLeaderRequest, TransferLeaderResponse,
     VoteRequest, VoteResponse,
 };
-use openraft::{EmptyNode, OptionalSend, RPCTypes};
+use openraft::{OptionalSend, RPCTypes};
 use serde::{Deserialize, Serialize};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, Service};
-use starling_protocol::{ModelName, NodeId};
+use starling_protocol::{Line, ModelName, NodeId, StoreId};
 use tokio::time::Instant;
 
 use super::disk::VALUE_LEN_BYTES_MAX;
 use super::group::Group;
-use super::type_config::{Snapshot, SnapshotMeta, TypeConfig, Vote};
+use super::type_config::{Seat, Snapshot, SnapshotMeta, TypeConfig, Vote};
 use crate::transport::{CallError, InboundError, SharedTransport};
 use crate::watch::lock;
 
@@ -37,6 +38,12 @@ const PART_LEN_BYTES: usize = 1 << 20;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct RaftFrame {
     pub(super) model: ModelName,
+    /// The sender's line: what another line decides is nothing here.
+    pub(super) line: Line,
+    /// The sender's store.
+    pub(super) from: StoreId,
+    /// The store whose seat the message is for.
+    pub(super) to: StoreId,
     pub(super) request: RaftRequest,
 }
 
@@ -96,13 +103,17 @@ impl RaftRequest {
 pub(super) struct Network {
     pub(super) transport: SharedTransport,
     pub(super) model: ModelName,
+    pub(super) line: Line,
+    /// This node's.
+    pub(super) store: StoreId,
 }
 
 impl RaftNetworkFactory<TypeConfig> for Network {
     type Network = Connection;
 
-    async fn new_client(&mut self, target: NodeId, _node: &EmptyNode) -> Connection {
-        Connection { transport: self.transport.clone(), model: self.model.clone(), target }
+    async fn new_client(&mut self, target: NodeId, seat: &Seat) -> Connection {
+        let Self { transport, model, line, store } = self.clone();
+        Connection { transport, model, line, from: store, target, to: seat.store }
     }
 }
 
@@ -110,7 +121,10 @@ impl RaftNetworkFactory<TypeConfig> for Network {
 pub(super) struct Connection {
     transport: SharedTransport,
     model: ModelName,
+    line: Line,
+    from: StoreId,
     target: NodeId,
+    to: StoreId,
 }
 
 type RpcResult<T> = Result<T, RPCError<TypeConfig>>;
@@ -118,7 +132,8 @@ type RpcResult<T> = Result<T, RPCError<TypeConfig>>;
 impl Connection {
     async fn call(&self, request: RaftRequest, option: &RPCOption) -> RpcResult<RaftReply> {
         let kind = request.kind();
-        let body = Bytes::from(encode(&RaftFrame { model: self.model.clone(), request }));
+        let frame = RaftFrame { model: self.model.clone(), line: self.line, from: self.from, to: self.to, request };
+        let body = Bytes::from(encode(&frame));
         // openraft's limit is made for heartbeats; a large frame may take a second more for each MiB.
         let limit = option.soft_ttl() + Duration::from_micros((body.len() as u64).saturating_sub(SMALL_LEN_BYTES));
         let reply = match self.transport.call(self.target, Service::Raft, body, limit).await {
@@ -268,8 +283,11 @@ impl Group {
             }
             RaftRequest::Vote(rpc) => RaftReply::Vote(self.raft.vote(rpc).await.map_err(|e| stopped(&e))?),
             RaftRequest::PreVote(rpc) => RaftReply::Vote(self.raft.pre_vote(rpc).await.map_err(|e| stopped(&e))?),
-            RaftRequest::Transfer(_) if lock(&self.unfit).is_some() => {
-                let why = lock(&self.unfit).clone().unwrap_or_default();
+            // Every voter hears of a transfer, and forgets its lease; only who is asked may refuse.
+            RaftRequest::Transfer(rpc)
+                if rpc.to_node_id() == self.raft.node_id() && !self.stands.load(Ordering::Relaxed) =>
+            {
+                let why = lock(&self.unfit).clone().unwrap_or_else(|| "it is leaving the mesh".to_owned());
                 return Err(InboundError::Unavailable(format!("this node does not lead: {why}")));
             }
             RaftRequest::Transfer(rpc) => {

@@ -39,7 +39,10 @@ impl StateMachine {
             })
             .await?;
         let state = Arc::new(applied.state);
-        feed.replace(state.clone());
+        // A node that changed its line has no state before the snapshot comes: readers keep the old one so long.
+        if applied.last_applied.is_some() || feed.get().model.is_none() {
+            feed.replace(state.clone());
+        }
         let (last_applied, membership) = (applied.last_applied, applied.membership);
         Ok(Self { disk, last_applied, membership, state, feed, snapshot: Arc::default() })
     }
@@ -53,7 +56,7 @@ impl StateMachine {
     async fn finish(
         &mut self,
         batch: &mut Vec<(ApplyResponder<TypeConfig>, Applied)>,
-        steps: &mut Vec<StepCommitted>,
+        steps: &mut Vec<(StepCommitted, Term)>,
     ) -> io::Result<()> {
         let (applied, steps) = (self.applied(), std::mem::take(steps));
         self.disk.run(move |d| d.save_applied(applied, &steps)).await?;
@@ -93,7 +96,7 @@ impl RaftStateMachine<TypeConfig> for StateMachine {
                     // Copies the state once a batch, and of the consumed rollouts only the list of runs.
                     let answer = Arc::make_mut(&mut self.state).apply(term, &payload.0);
                     if let (Applied::Yes, ControlEntry::StepCommitted(step)) = (&answer, payload.0) {
-                        steps.push(*step);
+                        steps.push((*step, term));
                     }
                     answer
                 }

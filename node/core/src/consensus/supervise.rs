@@ -2,10 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use openraft::{Instant as _, ServerState};
-use starling_protocol::record::Role;
+use starling_protocol::record::Fitness;
 use starling_protocol::{NodeId, Term};
 use tokio::time::{Instant, sleep};
 
@@ -15,10 +16,12 @@ use super::view::LeaderView;
 use crate::runtime::blocking;
 use crate::watch::lock;
 
+/// Why a node does not lead whose device cannot hold the trainer.
+const TOO_SMALL: &str = "its device has too little memory for weights, gradients and optimizer moments";
 /// Why a witness never leads.
 pub(super) const WITNESS: &str = "it is a witness";
 /// How often a disk that failed is tried again; it must take writes once before this node stands again.
-const PROBE_EVERY: Duration = Duration::from_secs(5);
+pub(super) const PROBE_EVERY: Duration = Duration::from_secs(5);
 
 impl Groups {
     pub(super) fn why_no_quorum(&self, group: &Group) -> String {
@@ -27,8 +30,9 @@ impl Groups {
         if voters.is_empty() {
             return format!("waiting for the leader of {} to bring its log", group.model);
         }
-        let live: BTreeSet<_> = self.membership.live().into_iter().collect();
-        let missing: Vec<_> = voters.difference(&live).map(NodeId::short).collect();
+        let (live, forgetful) = self.answering(group);
+        let lost = |n: &NodeId| if forgetful.contains(n) { " (lost its store)" } else { "" };
+        let missing: Vec<_> = voters.difference(&live).map(|n| format!("{}{}", n.short(), lost(n))).collect();
         let (alive, needed) = (voters.len() - missing.len(), voters.len() / 2 + 1);
         let missing = if missing.is_empty() { String::new() } else { format!("; missing: {}", missing.join(", ")) };
         format!("group of {}: {alive} of {} voters are alive, {needed} must answer{missing}", group.model, voters.len())
@@ -37,17 +41,27 @@ impl Groups {
     /// Keeps [`LeaderView`] up to date for as long as the group runs.
     pub(super) async fn watch_over(self: Arc<Self>, group: Arc<Group>) {
         let mut metrics = group.raft.metrics();
-        let mut leaderless_since = Instant::now();
-        // Often enough that `is_self` falls well before another node can have been elected.
         let tick = self.config.heartbeat.min(self.config.election_timeout_min / 4);
         let (mut nudged, mut turn) = (Instant::now(), 0_usize);
+        // The newest term whose leader was heard, and when this node last asked for votes after it.
+        let mut led = Term(0);
+        let mut stood = Instant::now();
         loop {
+            let now = Instant::now();
+            // `is_self` must fall when the lease ends, because others stand right after.
+            let lease_ends = group.leadership.get().quorum_acked_at.map(|at| at + self.config.election_timeout_max);
+            let stands = self.stands_at(&group, led, stood);
+            let next = lease_ends.into_iter().chain(stands).filter(|at| *at > now).min();
+            let next = next.map_or(tick, |at| tick.min(at - now));
             let alive = tokio::select! {
                 biased;
                 () = group.closed.cancelled() => break,
                 changed = metrics.changed() => changed.is_ok(),
-                () = sleep(tick) => true,
+                () = sleep(next) => true,
             };
+            if group.closed.is_cancelled() {
+                break; // another run may have taken over
+            }
             let now = Instant::now();
             self.judge_fitness(&group);
             let mut view = self.look(&group, now);
@@ -62,11 +76,21 @@ impl Groups {
                 return self.revive(&group).await;
             }
             if view.leader.is_some() {
-                leaderless_since = now;
-            } else if view.wait.is_none() && now - leaderless_since >= self.config.patience() {
-                view.wait = Some(self.why_no_quorum(&group));
+                *lock(&group.leaderless_since) = now;
+                led = view.term;
             }
+            let leaderless = now - *lock(&group.leaderless_since);
+            if view.leader.is_none() && view.wait.is_none() && leaderless >= self.config.patience() {
+                let outlook = lock(&group.outlook).clone().map_or_else(String::new, |o| format!("; {o}"));
+                view.wait = Some(self.why_no_quorum(&group) + &outlook);
+            }
+            lock(&group.reigns).note(self.started.elapsed(), view.leader, group.state.get().version);
             group.publish(view);
+            if self.stands_at(&group, led, stood).is_some_and(|at| at <= now) {
+                stood = now;
+                tracing::debug!(model = %group.model, term = led.0, "no leader is heard: this node asks for votes");
+                let _stopped = group.raft.trigger().elect(true).await;
+            }
             if now - nudged < self.config.election_timeout_max {
                 continue;
             }
@@ -74,8 +98,8 @@ impl Groups {
             if m.state == ServerState::Leader && lock(&group.unfit).is_some() {
                 turn = turn.wrapping_add(1);
                 self.hand_over(&group, turn).await;
-            } else if lock(&group.unfit).is_some() {
-                self.help_out(&group, now - leaderless_since).await;
+            } else if lock(&group.unfit).is_some() || self.is_draining() {
+                self.help_out(&group, leaderless).await;
             }
         }
         if let Err(error) = group.raft.shutdown().await {
@@ -87,17 +111,47 @@ impl Groups {
     fn judge_fitness(&self, group: &Group) {
         let unfit = if self.config.witness {
             Some(WITNESS.to_owned())
+        } else if self.fitness(&group.model) == Fitness::TooSmall {
+            Some(TOO_SMALL.to_owned())
         } else {
             self.store.failing().map(|why| format!("its disk does not take writes: {why}"))
         };
         let before = std::mem::replace(&mut *lock(&group.unfit), unfit.clone());
+        // A node that drains goes on with what it leads until it is handed over, and does not stand again.
+        let stands = unfit.is_none() && !self.is_draining();
+        if group.stands.swap(stands, Ordering::Relaxed) != stands {
+            group.raft.runtime_config().elect(stands);
+        }
         if before != unfit {
-            group.raft.runtime_config().elect(unfit.is_none());
             match unfit {
                 Some(why) => tracing::warn!(model = %group.model, why, "this node does not stand for election"),
                 None => tracing::info!(model = %group.model, "this node stands for election again"),
             }
         }
+    }
+
+    /// When this node asks for votes because it hears no leader, if it does: as soon as the lease of the one of term
+    /// `led` is over, but one member after the other, the best device first, so that they do not split the votes.
+    /// `stood` is when it last asked.
+    ///
+    /// It asks by a pre-vote, which a quorum that still hears a leader refuses, and which binds nobody. openraft's own
+    /// random timeout begins with the end of the lease too and is longer than all turns: it is for what goes wrong here.
+    fn stands_at(&self, group: &Group, led: Term, stood: Instant) -> Option<Instant> {
+        let m = group.metrics();
+        // In a newer term somebody stands already.
+        if m.state != ServerState::Follower || m.current_term != led.0 || !group.stands.load(Ordering::Relaxed) {
+            return None;
+        }
+        let order = self.standing_order(group);
+        let turn = u32::try_from(order.iter().position(|n| *n == self.node)?).ok()?;
+        let turns = u32::try_from(order.len()).ok()?;
+        // The last heartbeat did not reach all at the same time.
+        let first = (*lock(&group.heard))? + self.config.election_timeout_max + self.config.heartbeat / 4;
+        // Half a heartbeat is enough for a round on links for which the heartbeat was chosen.
+        let pause = self.config.heartbeat / 2;
+        let rounds = (0..).map(|round| first + pause * (turn + round * turns));
+        let over = first + self.config.election_timeout_min;
+        rounds.take_while(|at| *at < over).find(|at| *at > stood)
     }
 
     /// Waits until the disk takes writes again, and starts the group over.
@@ -163,11 +217,7 @@ impl Groups {
     async fn hand_over(&self, group: &Group, turn: usize) {
         let m = group.metrics();
         let heirs = m.replication.iter().flatten().filter(|(n, _)| {
-            let server = self.membership.record(**n).is_none_or(|r| r.has(Role::Server));
-            **n != self.node
-                && server
-                && self.membership.is_live(**n)
-                && m.membership_config.voter_ids().any(|v| v == **n)
+            **n != self.node && self.may_lead(**n, &group.model) && m.membership_config.voter_ids().any(|v| v == **n)
         });
         // All that are complete are equally good; in turns, so that one that refuses is not the only one asked.
         let mut heirs: Vec<_> = heirs.map(|(n, matched)| (*matched, *n)).collect();

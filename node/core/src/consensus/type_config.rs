@@ -3,8 +3,8 @@
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
-use starling_protocol::NodeId;
 use starling_protocol::control::{Applied, ControlEntry};
+use starling_protocol::{NodeId, StoreId};
 
 use crate::runtime::ScopedRuntime;
 
@@ -27,6 +27,19 @@ impl fmt::Display for LogPayload {
     }
 }
 
+/// What the log keeps of a member.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Seat {
+    /// The store that it had when it was taken in. Another one has forgotten what this one promised, so the seat is not its.
+    pub store: StoreId,
+}
+
+impl fmt::Display for Seat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "store {}", self.store.short())
+    }
+}
+
 openraft::declare_raft_types!(
     /// One group: entries are [`LogPayload`], answers are [`Applied`], and a term has one leader, so that the
     /// term alone is the fencing token.
@@ -34,7 +47,7 @@ openraft::declare_raft_types!(
         D = LogPayload,
         R = Applied,
         NodeId = NodeId,
-        Node = openraft::EmptyNode,
+        Node = Seat,
         Term = u64,
         LeaderId = openraft::impls::leader_id_std::LeaderId<u64, NodeId>,
         AsyncRuntime = ScopedRuntime,

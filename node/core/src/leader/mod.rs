@@ -20,7 +20,7 @@ use crate::models::Models;
 use crate::rollouts::Rollouts;
 use crate::runtime::spawn;
 use crate::transport::SharedTransport;
-use starling_protocol::ledger::Ledger;
+use starling_protocol::ledger::{CLAIM_MAX, Ledger};
 use starling_protocol::wire::{LeaderCall, LeaderReply, RolloutAnnouncement, WaitReason};
 use starling_protocol::{ModelName, NodeId, Term, Timestamp};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -150,9 +150,14 @@ impl Desk {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         let open = open.as_mut().filter(|o| o.term == view.term);
         match call {
-            LeaderCall::Claim { want, running, .. } => Some(match open {
+            LeaderCall::Claim { want, ahead, stocked, running, .. } => Some(match open {
                 Some(o) => {
-                    let (assignments, revoked, wait) = o.ledger.handle_claim(now, from, *want as usize, running);
+                    let (want, stocked) = (*want as usize, *stocked as usize);
+                    let (mut assignments, revoked, wait) = o.ledger.handle_claim(now, from, want, stocked, running);
+                    if assignments.len() == want.min(CLAIM_MAX) {
+                        let ahead = (*ahead as usize).min(CLAIM_MAX);
+                        assignments.extend(o.ledger.handle_reserve(now, from, ahead, stocked));
+                    }
                     LeaderReply::Assigned { assignments, revoked, wait }
                 }
                 // Leases of the former term go on: the ledger takes them over when they are renewed once it is there.
@@ -175,7 +180,19 @@ impl Desk {
             LeaderCall::Propose { .. }
             | LeaderCall::Status { .. }
             | LeaderCall::JoinGroup { .. }
+            | LeaderCall::Survey { .. }
             | LeaderCall::Models => None,
+        }
+    }
+
+    /// Between two steps: gives leadership to a node that should have it; see [`Groups::hand_on`].
+    ///
+    /// # Errors
+    /// When another was asked: this term is over then.
+    pub(crate) async fn hand_on(&self, after_step: bool) -> Result<(), String> {
+        match self.context.groups.hand_on(&self.model, after_step).await {
+            None => Ok(()),
+            Some(to) => Err(format!("{} was asked to lead instead", to.short())),
         }
     }
 

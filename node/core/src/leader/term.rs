@@ -1,23 +1,23 @@
 //! One term of leadership, from the barrier at its start to the loss of the quorum.
 
-use super::batch::samples_of;
+use super::batch::{metrics_of, samples_of};
 use super::{Desk, Open};
-use crate::compute::{StepTrainer, Stepped};
+use crate::compute::{StepInput, StepTrainer, Stepped, TrainerStart};
 use crate::consensus::ProposeError;
-use starling_engine::StepReport;
-use starling_protocol::control::{Applied, ControlEntry, JobEnd, JobState, ModelState, StepCommitted, StepMetrics};
+use starling_protocol::alarm::{MismatchAlarm, MismatchWatch};
+use starling_protocol::control::{Applied, ControlEntry, JobEnd, JobState, ModelState, StepCommitted};
 use starling_protocol::ledger::{Admission, Ledger, LoadedTasks, TrainingBatch};
 use starling_protocol::manifest::{DeltaManifest, Manifest};
 use starling_protocol::planted::{self, Bug};
 use starling_protocol::task::{Task, read_task_set};
 use starling_protocol::wire::RolloutAnnouncement;
 use starling_protocol::{NodeId, Term};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::{Instant, MissedTickBehavior, timeout};
 
 /// How often leases are checked and holders asked for rollouts that no announcement brought.
 const BEAT: Duration = Duration::from_secs(1);
@@ -58,6 +58,7 @@ pub(super) async fn lead(desk: Arc<Desk>, mut intake: mpsc::Receiver<RolloutAnno
             if let Err(why) = ended {
                 desk.doing(format!("term {} paused: {why}", view.term));
                 tracing::warn!(model = %desk.model, term = view.term.0, %why, "the leader starts over");
+                let _asked = desk.hand_on(false).await;
             }
             tokio::time::sleep(RETRY).await;
             continue;
@@ -89,7 +90,10 @@ async fn run_term(
             Some(job) => JobRun::start(desk, term, &state, job.clone()).await?.run(intake).await?,
             None => {
                 desk.doing("no job: waiting for one");
-                states.changed().await.map_err(|_closed| "the group is closed")?;
+                match timeout(BEAT, states.changed()).await {
+                    Ok(changed) => changed.map_err(|_closed| "the group is closed")?,
+                    Err(_elapsed) => desk.hand_on(false).await?,
+                }
             }
         }
     }
@@ -105,6 +109,10 @@ struct JobRun<'a> {
     state: Arc<ModelState>,
     /// Of the newest committed version.
     weights: Manifest,
+    /// Of this term's steps: what came before it, the alarm does not know.
+    mismatch: MismatchWatch,
+    /// What it said of the last step, for status.
+    alarm: Option<String>,
     training: Option<Training>,
     collecting_since: Instant,
     heard: Instant,
@@ -123,15 +131,18 @@ impl<'a> JobRun<'a> {
         let context = &desk.context;
         desk.doing(format!("loading job {}", job.spec.name));
         let sources = context.models.sources_of(&desk.model);
-        let mut tasks = Vec::new();
-        for set in &job.spec.tasks {
-            let train = load_tasks(desk, &set.train).await?;
-            let heldout = match &set.heldout {
-                Some(m) => load_tasks(desk, m).await?,
-                None => Vec::new(),
-            };
-            tasks.push(LoadedTasks { train, heldout });
-        }
+        let tasks = async {
+            let mut tasks = Vec::new();
+            for set in &job.spec.tasks {
+                let train = load_tasks(desk, &set.train).await?;
+                let heldout = match &set.heldout {
+                    Some(m) => load_tasks(desk, m).await?,
+                    None => Vec::new(),
+                };
+                tasks.push(LoadedTasks { train, heldout });
+            }
+            Ok::<_, String>(tasks)
+        };
         let manifest = state.weights.as_ref().ok_or("the model has no weights")?;
         // A holder need not serve the model, so the log knows more than the mesh says.
         let with_holders = |holders: &[NodeId]| -> Vec<NodeId> {
@@ -139,24 +150,40 @@ impl<'a> JobRun<'a> {
             live.chain(&sources).copied().collect::<BTreeSet<_>>().into_iter().collect()
         };
         let holders = with_holders(&state.weights_holders);
-        let weights = context.blobs.fetch(manifest, &holders).await.map_err(|e| e.to_string())?;
-        let config = load_config(desk, state).await?;
-        let optimizer_state = match &state.optimizer_state {
+        let weights = async { context.blobs.fetch(manifest, &holders).await.map_err(|e| e.to_string()) };
+        let optimizer_state = async {
+            let Some((version, m)) = &state.optimizer_state else { return Ok(None) };
             // Moments some versions old are better than none; they must not keep a model from training.
-            Some((version, m)) => match context.blobs.fetch(m, &with_holders(&state.optimizer_holders)).await {
+            Ok(match context.blobs.fetch(m, &with_holders(&state.optimizer_holders)).await {
                 Ok(bytes) => Some(bytes),
                 Err(e) => {
-                    tracing::warn!(model = %desk.model, version = version.0, error = %e, "optimizer starts without its moments");
+                    tracing::warn!(model = %desk.model, %version, error = %e, "optimizer starts without its moments");
                     None
                 }
-            },
-            None => None,
+            })
         };
-        let trainer = context.compute.start_trainer(&config, weights, optimizer_state, &job.spec.trainer)?;
+        // The weights before the job's first step: the current ones until there was one.
+        let reference = async {
+            match state.reference.as_ref().filter(|r| r.job == job.job) {
+                Some(r) if job.spec.trainer.algorithm.needs_reference() => {
+                    let found = context.blobs.fetch(&r.weights, &with_holders(&r.holders)).await;
+                    found.map(Some).map_err(|e| format!("the job's first weights, which its KL needs: {e}"))
+                }
+                _ => Ok(None),
+            }
+        };
+        let (tasks, weights, config, optimizer_state, reference) =
+            futures::try_join!(tasks, weights, load_config(desk, state), optimizer_state, reference)?;
+        let needs_reference = job.spec.trainer.algorithm.needs_reference();
+        let reference = reference.or_else(|| needs_reference.then(|| weights.clone()));
+        let start = TrainerStart { weights, optimizer_state, reference };
+        let trainer = context.compute.start_trainer(&config, start, &job.spec.trainer)?;
         // This term may have been led from here before. No start gives out a million episodes in a millisecond.
         let first = if planted::has(Bug::ReissueEpisode) { 0 } else { (context.clock)().0.saturating_mul(1 << 20) };
-        let ledger = Ledger::new(job.clone(), term, state.version, tasks).counting_from(first);
+        let ledger = Ledger::new(job.clone(), term, state.version, tasks);
+        let ledger = ledger.of_line(state.lineage.clone()).counting_from(first);
         *desk.open.lock().unwrap_or_else(PoisonError::into_inner) = Some(Open { term, ledger });
+        let mismatch_limit = job.spec.trainer.mismatch_kl_alarm;
         let run = Self {
             desk,
             term,
@@ -164,17 +191,21 @@ impl<'a> JobRun<'a> {
             trainer,
             state: state.clone(),
             weights: manifest.clone(),
+            mismatch: MismatchWatch::new(mismatch_limit),
+            alarm: None,
             training: None,
             collecting_since: Instant::now(),
             heard: Instant::now(),
         };
-        run.adopt_stored().await;
+        // What was acknowledged lies on `replication` holders: the former leader, killed a moment ago and not missed yet,
+        // keeps nobody waiting. What lies on it alone is listed when it is quiet.
+        run.adopt_stored(usize::from(run.job.spec.replication).saturating_sub(1)).await;
         Ok(run)
     }
 
     /// Takes what the holders have and no announcement brought: at the start of a term, and when it is quiet.
-    async fn adopt_stored(&self) {
-        let listed = self.desk.context.rollouts.list_unconsumed(self.job.job).await;
+    async fn adopt_stored(&self, unheard_max: usize) {
+        let listed = self.desk.context.rollouts.list_unconsumed(self.job.job, unheard_max).await;
         for part in listed.chunks(INTAKE_BATCH) {
             self.admit(part).await;
         }
@@ -217,6 +248,7 @@ impl<'a> JobRun<'a> {
                 stepped = trained => {
                     let training = self.training.take().ok_or("no step was running")?;
                     self.commit(training, stepped??).await?;
+                    self.desk.hand_on(true).await?;
                 }
                 n = intake.recv_many(&mut announced, INTAKE_BATCH) => {
                     if n == 0 { return Err("the node is shutting down".into()); }
@@ -225,24 +257,25 @@ impl<'a> JobRun<'a> {
                     announced.clear();
                 }
                 () = self.desk.progress.notified() => {}
-                _ = beat.tick() => self.on_beat().await,
+                _ = beat.tick() => self.on_beat().await?,
             }
         }
     }
 
-    async fn on_beat(&mut self) {
+    async fn on_beat(&mut self) -> Result<(), String> {
         let now = (self.desk.context.clock)();
         self.desk.with_ledger(|l| l.handle_timeout(now));
         if self.training.is_none() && self.heard.elapsed() > QUIET {
             self.heard = Instant::now();
-            self.adopt_stored().await;
+            self.adopt_stored(0).await;
         }
+        if self.training.is_none() { self.desk.hand_on(false).await } else { Ok(()) }
     }
 
     /// Starts what can start: a step, the end of an evaluation, the end of the job.
     async fn advance(&mut self) -> Result<ControlFlow<()>, String> {
         if let Some(e) = self.desk.with_ledger(|l| l.finished_evaluation()).flatten() {
-            tracing::info!(model = %self.desk.model, phase = ?e.phase, version = e.version.0, scores = ?e.scores, "evaluated");
+            tracing::info!(model = %self.desk.model, phase = ?e.phase, version = %e.version, scores = ?e.scores, "evaluated");
             self.propose(ControlEntry::EvaluationCompleted(e.clone())).await?;
             self.desk.with_ledger(|l| l.handle_evaluated(e));
             self.collecting_since = Instant::now();
@@ -257,11 +290,17 @@ impl<'a> JobRun<'a> {
             && let Some(batch) = self.desk.with_ledger(Ledger::take_batch).flatten()
         {
             if planted::has(Bug::ConsumeBeforeCommit) {
-                self.desk.context.rollouts.mark_consumed_early(&batch.consumed(), batch.version.next());
+                self.desk.context.rollouts.mark_consumed_early(&batch.consumed(), batch.next);
             }
             let every = self.job.spec.optimizer_state_every;
-            let with_optimizer_state = every > 0 && batch.version.next().0 % every == 0;
-            let done = self.trainer.step(samples_of(&batch), with_optimizer_state);
+            let with_optimizer_state = every > 0 && batch.next.steps().is_multiple_of(every);
+            let spec = &self.job.spec;
+            let done_steps = self.desk.with_ledger(|l| l.job().steps).unwrap_or_default();
+            let done = self.trainer.step(StepInput {
+                samples: samples_of(&batch, &spec.trainer.algorithm),
+                learning_rate: spec.trainer.learning_rate * spec.trainer.schedule.factor(done_steps, spec.steps),
+                with_optimizer_state,
+            });
             let collect_ms = millis(self.collecting_since);
             self.training = Some(Training { batch, with_optimizer_state, done, collect_ms, since: Instant::now() });
         }
@@ -271,13 +310,13 @@ impl<'a> JobRun<'a> {
 
     fn tell(&self) {
         let said = self.desk.with_ledger(|l| match (&self.training, l.evaluation_progress()) {
-            (Some(t), _) => format!("training version {}", t.batch.version.next()),
+            (Some(t), _) => format!("training version {}", t.batch.next),
             (None, Some((phase, have, of))) => {
                 format!("evaluating ({phase:?}): {have} of {of} episodes, {} running", l.running())
             }
             (None, None) => format!(
                 "collecting for version {}: {} of {} whole groups, {} episodes accepted, {} running",
-                l.version().next(),
+                l.next_version(),
                 l.whole_groups(),
                 l.job().spec.groups_per_step,
                 l.accepted(),
@@ -285,7 +324,10 @@ impl<'a> JobRun<'a> {
             ),
         });
         if let Some(said) = said {
-            self.desk.doing(said);
+            self.desk.doing(match &self.alarm {
+                Some(alarm) => format!("{said}; {alarm}"),
+                None => said,
+            });
         }
     }
 
@@ -295,25 +337,40 @@ impl<'a> JobRun<'a> {
         let train_ms = millis(t.since);
         let replicating = Instant::now();
         let bytes = stepped.weights.clone();
-        let weights = context.blobs.put(stepped.weights).await.map_err(|e| e.to_string())?;
-        let weights_delta = context.blobs.put_delta(&self.weights, bytes).await.map_err(|e| e.to_string())?;
-        let mut manifests = vec![weights.clone()];
-        let mut optimizer_state = None;
-        if let Some(bytes) = stepped.optimizer_state.filter(|_| t.with_optimizer_state) {
-            let m = context.blobs.put(bytes).await.map_err(|e| e.to_string())?;
-            manifests.push(m.clone());
-            optimizer_state = Some(m);
-        }
+        let optimizer_state = stepped.optimizer_state.filter(|_| t.with_optimizer_state);
+        // At the same time, so that they share their syncs.
+        let (weights, weights_delta, optimizer_state) = futures::try_join!(
+            context.blobs.put(stepped.weights),
+            context.blobs.put_delta(&self.weights, bytes),
+            async {
+                match optimizer_state {
+                    Some(bytes) => context.blobs.put(bytes).await.map(Some),
+                    None => Ok(None),
+                }
+            }
+        )
+        .map_err(|e| e.to_string())?;
+        let manifests: Vec<Manifest> = std::iter::once(&weights).chain(&optimizer_state).cloned().collect();
         let holders = self.place(manifests, weights_delta.clone()).await?;
-        let version = t.batch.version.next();
+        let version = t.batch.next;
         let consumed = t.batch.consumed();
         let mut metrics = metrics_of(&t.batch, &stepped.report);
+        if metrics.trained_tokens > 0 {
+            metrics.mismatch_alarm = self.mismatch.observe(metrics.mismatch_kl);
+            self.alarm = metrics.mismatch_alarm.map(|alarm| {
+                let limit = self.job.spec.trainer.mismatch_kl_alarm;
+                let (kl, what) = (metrics.mismatch_kl, if alarm == MismatchAlarm::Rising { "rising" } else { "too high" });
+                tracing::warn!(model = %self.desk.model, %version, kl, limit, "mismatch of sampler and trainer is {what}");
+                format!("mismatch KL {what}: {kl:.2e}, limit {limit}")
+            });
+        }
         metrics.collect_ms = t.collect_ms;
         metrics.train_ms = train_ms;
         metrics.replicate_ms = millis(replicating);
         let step = StepCommitted {
             job: self.job.job,
             term: self.term,
+            parent: t.batch.version,
             version,
             weights: weights.clone(),
             weights_delta,
@@ -324,7 +381,21 @@ impl<'a> JobRun<'a> {
             at: (context.clock)(),
             metrics,
         };
+        let m = &step.metrics;
+        let facts = format!(
+            "reward {:.3?}, loss {:.4}, gradient {:.3}, mismatch KL {:.2e}, entropy {:.3}, clipped {:.1} %, masked {:.1} %, \
+             staleness {:.2}",
+            m.reward.values().collect::<Vec<_>>(),
+            m.loss,
+            m.grad_norm,
+            m.mismatch_kl,
+            m.entropy,
+            100.0 * m.clip_fraction,
+            100.0 * m.masked_fraction,
+            m.staleness_mean
+        );
         self.propose(ControlEntry::StepCommitted(Box::new(step))).await?;
+        tracing::info!(model = %self.desk.model, %version, "step committed: {facts}");
         self.weights = weights;
         self.desk.with_ledger(|l| l.handle_committed(version, &consumed));
         self.collecting_since = Instant::now();
@@ -342,6 +413,10 @@ impl<'a> JobRun<'a> {
         loop {
             let others = context.membership.live_takers().into_iter().filter(|n| *n != local);
             let order = starling_protocol::placement::holders(key, others, usize::MAX);
+            // One without a connection may be gone and not missed yet: it is asked last.
+            let connected = context.transport.connected();
+            let (near, far): (Vec<_>, Vec<_>) = order.into_iter().partition(|n| connected.contains(n));
+            let order = [near, far].concat();
             if order.is_empty() {
                 // Alone: the group has one voter, or the quorum is lost and the proposal will not pass.
                 return Ok(vec![local]);
@@ -378,30 +453,6 @@ impl<'a> JobRun<'a> {
 
 fn millis(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX)
-}
-
-fn metrics_of(batch: &TrainingBatch, r: &StepReport) -> StepMetrics {
-    let mut sums: BTreeMap<String, (f64, u64)> = BTreeMap::new();
-    let mut staleness_max = 0;
-    for r in batch.groups.iter().flat_map(|g| &g.rollouts) {
-        let e = sums.entry(r.rollout.task.set.clone()).or_default();
-        e.0 += f64::from(r.rollout.reward);
-        e.1 += 1;
-        staleness_max = staleness_max.max(batch.version.0.saturating_sub(r.oldest_version.0));
-    }
-    StepMetrics {
-        reward: sums.iter().map(|(k, (s, n))| (k.clone(), s / (*n as f64))).collect(),
-        episodes: sums.into_iter().map(|(k, (_, n))| (k, n)).collect(),
-        groups_uninformative: batch.groups.iter().filter(|g| g.advantages.is_none()).count() as u64,
-        trained_tokens: r.trained_tokens,
-        loss: r.loss,
-        grad_norm: r.grad_norm,
-        clip_fraction: r.clip_fraction,
-        mismatch_kl: r.approx_kl,
-        entropy: r.entropy,
-        staleness_max,
-        ..StepMetrics::default()
-    }
 }
 
 async fn load_tasks(desk: &Desk, manifest: &Manifest) -> Result<Vec<Task>, String> {

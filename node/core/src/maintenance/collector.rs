@@ -155,7 +155,7 @@ fn used_chunks(store: &dyn Store, known: &Known, config: &MaintenanceConfig) -> 
     for (model, state) in &known.models {
         state.needed_manifests().for_each(&mut add);
         state.weights_delta.iter().for_each(|d| add(&d.patch));
-        let first = PolicyVersion(state.version.0.saturating_sub(config.versions_kept));
+        let first = state.lineage.back(state.version, config.versions_kept);
         for step in steps::from_version(store, model, first)? {
             add(&step.weights);
             step.optimizer_state.iter().for_each(&mut add);

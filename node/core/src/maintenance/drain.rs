@@ -32,7 +32,8 @@ pub struct DrainReport {
     pub manifests_handed_off: u64,
     /// What it still waits for.
     pub waits: Vec<String>,
-    /// Models in whose groups this node still votes. It does no harm while the others are a quorum without it.
+    /// Models in whose groups this node still votes. Once it is done, nobody else could take its seat, and the others are
+    /// a quorum without it.
     pub votes_in: Vec<ModelName>,
 }
 
@@ -70,6 +71,7 @@ impl Maintenance {
                 return Err(DrainError::OnlyServer(model));
             }
         }
+        parts.groups.set_draining();
         let mut drain = lock(&self.drain);
         if !drain.draining {
             tracing::info!("draining: this node takes nothing new and hands off what it holds");
@@ -93,10 +95,18 @@ impl Maintenance {
             waits.push(why);
         }
         let groups = &self.parts.groups;
-        for model in self.led_models() {
-            waits.push(format!("model {model}: waiting for another voter to lead"));
+        let led = self.led_models();
+        let votes_in: Vec<_> =
+            groups.models().into_iter().filter(|m| groups.voters(m).contains(&self.parts.node)).collect();
+        for model in &votes_in {
+            if led.contains(model) {
+                waits.push(format!("model {model}: waiting for another voter to lead, after the step under way"));
+            } else if drain.draining
+                && let Some(why) = groups.why_seated(model)
+            {
+                waits.push(format!("model {model}: {why}"));
+            }
         }
-        let votes_in = groups.models().into_iter().filter(|m| groups.voters(m).contains(&self.parts.node)).collect();
         DrainReport {
             draining: drain.draining,
             done: drain.draining && waits.is_empty(),
@@ -120,18 +130,5 @@ impl Maintenance {
         let groups = &self.parts.groups;
         let leads = |m: &ModelName| groups.leadership(m).is_some_and(|v| v.borrow().is_self);
         groups.models().into_iter().filter(leads).collect()
-    }
-
-    /// Asks another live server that votes to lead, of each model that this node leads.
-    pub(super) async fn hand_over_leadership(&self) {
-        let servers = self.parts.membership.live_with(Role::Server);
-        for model in self.led_models() {
-            let voters = self.parts.groups.voters(&model);
-            let Some(to) = voters.into_iter().find(|n| *n != self.parts.node && servers.contains(n)) else { continue };
-            match self.parts.groups.transfer(&model, to).await {
-                Ok(()) => tracing::info!(%model, to = %to.short(), "draining: asked another voter to lead"),
-                Err(e) => tracing::info!(%model, error = %e, "draining: cannot hand over leadership yet"),
-            }
-        }
     }
 }

@@ -170,7 +170,7 @@ impl Maintenance {
 
     async fn run(self: Arc<Self>, shutdown: CancellationToken) {
         let started = Instant::now();
-        let mut members = self.parts.membership.watch();
+        let mut members = self.parts.membership.watch_holders();
         let mut absences = Absences::default();
         let mut sweep = Sweep::default();
         let mut collector = Collector::default();
@@ -184,9 +184,6 @@ impl Maintenance {
             }
             self.measure().await;
             let leaving = self.is_draining();
-            if leaving {
-                self.hand_over_leadership().await;
-            }
             let waiting = Instant::now() < ready && !leaving;
             if !waiting {
                 sweep.step(&self, &self.holders(absences.away(), leaving), leaving).await;
@@ -215,12 +212,12 @@ impl Maintenance {
 
     fn holders(&self, away: BTreeSet<NodeId>, leaving: bool) -> Holders {
         let mut holders = Holders { away, ..Holders::default() };
-        for r in self.parts.membership.live_records().into_iter().filter(|r| r.holds_rollouts()) {
-            match r.intake {
+        for (node, intake) in self.parts.membership.of_holders(|r| Some((r.node, r.intake))) {
+            match intake {
                 // The own record may not say so yet.
-                _ if leaving && r.node == self.parts.node => {}
-                Intake::Open => drop(holders.open.insert(r.node)),
-                Intake::Full => drop(holders.full.insert(r.node)),
+                _ if leaving && node == self.parts.node => {}
+                Intake::Open => drop(holders.open.insert(node)),
+                Intake::Full => drop(holders.full.insert(node)),
                 Intake::Draining => {}
             }
         }

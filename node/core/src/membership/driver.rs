@@ -40,8 +40,10 @@ const DOUBTED_PROBES: usize = 3;
 const ANNOUNCE_FANOUT: usize = 3;
 /// Connected strangers that are greeted at once; others follow the next time.
 const GREETINGS_MAX: usize = 4;
-/// Tables are compared this often while the last comparison found a difference.
+/// While the last comparison found a difference, tables are compared again after this time for each
+/// [`SYNC_AGAIN_NODES`] nodes, at most at every beat. What a large mesh is just being told it must not be sent as well.
 const SYNC_AGAIN: Duration = Duration::from_secs(1);
+const SYNC_AGAIN_NODES: usize = 1000;
 /// The first publication of a record waits up to this long for each member, so that a crowd that joins at once does
 /// not publish at once: 1,000 nodes spread over 5 s.
 const FIRST_RECORD_SPREAD: Duration = Duration::from_millis(5);
@@ -148,7 +150,8 @@ impl Driver {
             self.merge(inner);
         }
         if inner.differs.swap(false, Ordering::AcqRel) {
-            self.sync_at = self.sync_at.min(self.synced_at + SYNC_AGAIN).max(now);
+            let thousands = u32::try_from(live.div_ceil(SYNC_AGAIN_NODES)).unwrap_or(u32::MAX);
+            self.sync_at = self.sync_at.min(self.synced_at + SYNC_AGAIN * thousands).max(now);
         }
         if now >= self.sync_at {
             (self.sync_at, self.synced_at) = (now + self.config.record_beat, now);
@@ -245,13 +248,13 @@ impl Driver {
     /// dead. A node's share is bounded, and in a mesh cut in halves of n nodes each 2·n knocks go out every
     /// `merge_every`.
     fn merge(&self, inner: &Arc<Inner>) {
-        let connected = inner.transport.0.connected();
         let (strangers, dead) = {
             let mut swim = lock(&inner.swim);
-            let strangers: Vec<_> = connected.into_iter().filter(|p| !swim.table.is_live(*p)).collect();
-            (strangers, swim.some_dead())
+            let mut strangers = lock(&inner.strangers);
+            strangers.retain(|p| !swim.table.is_live(*p) && inner.transport.0.is_connected(*p));
+            (strangers.iter().take(GREETINGS_MAX).copied().collect::<Vec<_>>(), swim.some_dead())
         };
-        for peer in strangers.into_iter().take(GREETINGS_MAX) {
+        for peer in strangers {
             self.join(inner, peer);
         }
         if let Some(peer) = dead {

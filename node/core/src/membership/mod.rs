@@ -11,6 +11,7 @@
 //! Records travel three ways: by gossip on change, at a bounded rate; with the table to a node that joins; and by
 //! comparison with one random member at every beat, which repairs what gossip lost (see `sync`).
 
+mod directory;
 mod driver;
 mod health;
 mod sharing;
@@ -20,8 +21,8 @@ mod sync;
 mod table;
 mod wire;
 
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -31,7 +32,7 @@ use starling_protocol::codec::{decode, encode};
 use starling_protocol::record::{NodeRecord, Role, SignedRecord};
 use starling_protocol::signed::{Signer, Verifier};
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, Gossip, Service, Topic};
-use starling_protocol::{NodeId, Timestamp};
+use starling_protocol::{NodeId, PolicyVersion, Timestamp};
 use tokio::sync::{Notify, broadcast};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -47,11 +48,18 @@ use wire::{Frame, News, Relayed};
 
 /// Events that a slow listener may lag behind before it must look at [`Membership::live`] again.
 const EVENTS_MAX: usize = 256;
+/// Strangers remembered: as many as a node has connections. Others are noted when they connect again.
+const STRANGERS_MAX: usize = 512;
 /// How long a newly connected peer may take to answer a greeting.
 const JOIN_LIMIT: Duration = Duration::from_secs(2);
 /// A node's record, when it keeps changing, is published this often for each hundred nodes: everyone hears at most
 /// 200 records a second.
 const RECORD_INTERVAL: Duration = Duration::from_millis(500);
+/// One in which only figures changed, that people read and nobody decides by (versions served, queues, bytes left), is
+/// published this often for each node: everyone hears at most ten of them a second.
+const FIGURES_INTERVAL: Duration = Duration::from_millis(100);
+/// But at least this often.
+const FIGURES_INTERVAL_MAX: Duration = Duration::from_secs(60);
 
 /// How fast the mesh notices. The defaults are for a local network of any size.
 #[derive(Clone, Debug)]
@@ -72,7 +80,7 @@ pub struct MembershipConfig {
     pub merge_every: Duration,
     /// How often the tables are compared with a member's; default 10 s, and 1 s while they differ.
     pub record_beat: Duration,
-    /// For simulations: records that several nodes of this process share. Default none.
+    /// For simulations: records and places that several nodes of this process share. Default none.
     pub shared_records: Option<Arc<SharedRecords>>,
 }
 
@@ -119,6 +127,9 @@ struct Inner {
     published: Mutex<Option<Instant>>,
     /// Counts changes of the live nodes.
     changes: watch::Sender<u64>,
+    /// Counts changes of the live nodes that hold things for others.
+    holder_changes: watch::Sender<u64>,
+    holders_told: AtomicU64,
     events: broadcast::Sender<MemberEvent>,
     /// Wakes the driver; `gossip_sleeps` says that it waits for news.
     nudge: Notify,
@@ -127,6 +138,8 @@ struct Inner {
     differs: AtomicBool,
     /// Members that a busy one named to this node when it joined.
     named: Mutex<Vec<NodeId>>,
+    /// Nodes that were connected and no members when one of both changed.
+    strangers: Mutex<BTreeSet<NodeId>>,
 }
 
 struct SharedTransportDebug(SharedTransport);
@@ -160,21 +173,25 @@ impl Membership {
         shutdown: CancellationToken,
     ) -> Arc<Self> {
         let node = transport.local();
-        let (changes, _) = watch::channel(0);
+        let (changes, holder_changes) = (watch::channel(0).0, watch::channel(0).0);
+        let directory = config.shared_records.as_ref().map(|s| s.directory());
         let inner = Arc::new(Inner {
             node,
             transport: SharedTransportDebug(transport.clone()),
             verifier: VerifierDebug(verifier),
             shared_records: config.shared_records.clone(),
             started: (now, Instant::now()),
-            swim: Mutex::new(Swim::new(node, now, config.suspicion, seed)),
+            swim: Mutex::new(Swim::new(node, now, config.suspicion, seed, directory)),
             published: Mutex::new(None),
             changes,
+            holder_changes,
+            holders_told: AtomicU64::new(0),
             events: broadcast::Sender::new(EVENTS_MAX),
             nudge: Notify::new(),
             gossip_sleeps: AtomicBool::new(false),
             differs: AtomicBool::new(false),
             named: Mutex::new(Vec::new()),
+            strangers: Mutex::default(),
         });
         transport.subscribe(Topic::Nodes);
         let probe_timeout = config.probe_timeout;
@@ -215,7 +232,17 @@ impl Membership {
     /// Tells that a connection opened. A node without members announces itself there at once; one with members leaves
     /// that to the newcomer, and greets who is still a stranger after [`MembershipConfig::merge_every`].
     pub fn on_connection(&self, peer: NodeId, connected: bool) {
-        if connected && lock(&self.inner.swim).table.live() == 1 {
+        if !connected {
+            return;
+        }
+        let (alone, is_live) = {
+            let swim = lock(&self.inner.swim);
+            (swim.table.live() == 1, swim.table.is_live(peer))
+        };
+        if !is_live {
+            self.inner.note_stranger(peer);
+        }
+        if alone {
             let inner = self.inner.clone();
             drop(spawn(async move { inner.join(peer, JOIN_LIMIT).await }));
         }
@@ -229,7 +256,8 @@ impl Membership {
 
     /// Makes `record` this node's: sets its node, raises its sequence above the last one, signs it and publishes it.
     /// Call it on every change and at a slow beat: a record that says nothing new is not published, and one that comes
-    /// too soon after the last is left to the next beat (twice a second for each hundred nodes of the mesh).
+    /// too soon after the last is left to the next beat: twice a second for each hundred nodes of the mesh, and in a
+    /// mesh of a hundred every 10 s if only figures changed (versions served, queues, bytes left).
     pub fn publish_record(&self, record: NodeRecord, signer: &dyn Signer) {
         self.inner.publish(record, signer);
     }
@@ -253,6 +281,11 @@ impl Membership {
     #[must_use]
     pub fn watch(&self) -> watch::Receiver<u64> {
         self.inner.changes.receiver()
+    }
+    /// Changes with [`Membership::live_holders`]: in a large mesh far more seldom than [`Membership::watch`].
+    #[must_use]
+    pub fn watch_holders(&self) -> watch::Receiver<u64> {
+        self.inner.holder_changes.receiver()
     }
     /// Every coming and going from now on. A listener that lags too far misses some: see [`Membership::live`].
     #[must_use]
@@ -282,17 +315,22 @@ impl Membership {
     /// Live nodes that say they have `role`, ascending.
     #[must_use]
     pub fn live_with(&self, role: Role) -> Vec<NodeId> {
-        lock(&self.inner.swim).table.role_list(role).to_vec()
+        lock(&self.inner.swim).table.with_role(role)
+    }
+    /// What `of` makes of the records of the live nodes that hold rollouts and weights for others, by node. Costs
+    /// nothing for other nodes, and copies no record.
+    pub fn of_holders<T>(&self, of: impl FnMut(&NodeRecord) -> Option<T>) -> Vec<T> {
+        lock(&self.inner.swim).table.providers().filter_map(of).collect()
     }
     /// Live nodes that hold rollouts and weights for others, ascending.
     #[must_use]
     pub fn live_holders(&self) -> Vec<NodeId> {
-        lock(&self.inner.swim).table.holders_list().to_vec()
+        self.of_holders(|r| Some(r.node))
     }
     /// Live nodes that hold rollouts and weights for others and take more, ascending.
     #[must_use]
     pub fn live_takers(&self) -> Vec<NodeId> {
-        lock(&self.inner.swim).table.live_records().iter().filter(|r| r.takes_rollouts()).map(|r| r.node).collect()
+        self.of_holders(|r| r.takes_rollouts().then_some(r.node))
     }
     /// Live servers, ascending.
     #[must_use]
@@ -334,6 +372,11 @@ impl Inner {
         let events = swim.drain_events();
         if !events.is_empty() {
             for event in events {
+                if let MemberEvent::Left(node) = event
+                    && self.transport.0.is_connected(node)
+                {
+                    self.note_stranger(node);
+                }
                 match event {
                     MemberEvent::Joined(node) => tracing::info!(node = %node.short(), "node joined"),
                     MemberEvent::Left(node) => tracing::warn!(node = %node.short(), "node is gone"),
@@ -348,8 +391,24 @@ impl Inner {
                 true
             });
         }
+        self.tell_of_holders(swim);
         if swim.has_news() && self.gossip_sleeps.swap(false, Ordering::AcqRel) {
             self.nudge.notify_one();
+        }
+    }
+
+    fn note_stranger(&self, node: NodeId) {
+        let mut strangers = lock(&self.strangers);
+        if strangers.len() < STRANGERS_MAX {
+            strangers.insert(node);
+        }
+    }
+
+    fn tell_of_holders(&self, swim: &Swim) {
+        let changes = swim.table.provider_changes();
+        if self.holders_told.load(Ordering::Relaxed) != changes {
+            self.holders_told.store(changes, Ordering::Relaxed);
+            self.holder_changes.replace(changes);
         }
     }
 
@@ -382,7 +441,9 @@ impl Inner {
         // went back; the table keeps it, so the next publication goes above it.
         let mut swim = lock(&self.swim);
         let now_s = swim.now_s(Instant::now());
-        if swim.table.take(known, now_s) { Verdict::Accept } else { Verdict::Ignore }
+        let taken = swim.table.take(known, now_s);
+        self.tell_of_holders(&swim);
+        if taken { Verdict::Accept } else { Verdict::Ignore }
     }
 
     fn publish(&self, mut record: NodeRecord, signer: &dyn Signer) {
@@ -393,8 +454,12 @@ impl Inner {
             let mut published = lock(&self.published);
             if let (Some(own), Some(last)) = (&own, *published) {
                 record.sequence = own.record.sequence;
-                let hundreds = u32::try_from(swim.table.live().div_ceil(100)).unwrap_or(u32::MAX);
-                if own.record == record || now < last + RECORD_INTERVAL * hundreds {
+                let live = u32::try_from(swim.table.live()).unwrap_or(u32::MAX);
+                let mut interval = RECORD_INTERVAL * live.div_ceil(100);
+                if without_figures(&own.record) == without_figures(&record) {
+                    interval = interval.max((FIGURES_INTERVAL * live).min(FIGURES_INTERVAL_MAX));
+                }
+                if own.record == record || now < last + interval {
                     return;
                 }
             }
@@ -407,8 +472,18 @@ impl Inner {
             let known = Arc::new(Known { record, signed: signed.clone() });
             let taken = swim.table.take(known, now_s);
             debug_assert!(taken, "the own record has a new sequence number");
+            self.tell_of_holders(&swim);
             signed
         };
         self.transport.0.publish(Topic::Nodes, encode(&Gossip::Node(signed)));
     }
+}
+
+/// A record as far as anybody decides by it.
+fn without_figures(record: &NodeRecord) -> NodeRecord {
+    let mut record = NodeRecord { storage_free_bytes: 0, ..record.clone() };
+    for model in &mut record.models {
+        (model.version, model.queue) = (PolicyVersion(0), 0);
+    }
+    record
 }

@@ -3,19 +3,23 @@
 //! Das, Gupta, Motivala, "SWIM: Scalable Weakly-consistent Infection-style Process Group Membership Protocol",
 //! DSN 2002, with Lifeguard's changes (see `health`).
 
-use std::collections::{BTreeMap, VecDeque};
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
+use hashbrown::HashMap;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use starling_protocol::{NodeId, Timestamp};
 use tokio::time::Instant;
 
 use super::MemberEvent;
+use super::directory::Directory;
 use super::health::{Health, Suspicion};
 use super::state::Version;
 use super::table::{Row, Table};
-use super::wire::{News, Rows};
+use super::wire::News;
 
 /// A claim with an incarnation further ahead of this node's clock than this is ignored: else one false claim could
 /// bar a node for good.
@@ -37,7 +41,10 @@ pub(super) struct Swim {
     rng: ChaCha8Rng,
     /// Rows that are news, the newest first; those with tellings left.
     queue: VecDeque<u32>,
-    suspicions: BTreeMap<u32, Suspicion>,
+    /// By place; never walked through, so that their order does not matter.
+    suspicions: HashMap<u32, Suspicion>,
+    /// When each of these is to be looked at, in milliseconds since the start: at or before its deadline.
+    deadlines: BinaryHeap<Reverse<(u64, u32)>>,
     /// Live members in the order of probing, and some that died meanwhile.
     order: Vec<u32>,
     next: usize,
@@ -48,18 +55,28 @@ pub(super) struct Swim {
 }
 
 impl Swim {
-    pub(super) fn new(node: NodeId, now: Timestamp, suspicion: Duration, seed: u64) -> Self {
+    /// `directory` is one that other nodes of this process use too, or else it gets its own.
+    pub(super) fn new(
+        node: NodeId,
+        now: Timestamp,
+        suspicion: Duration,
+        seed: u64,
+        directory: Option<Arc<Directory>>,
+    ) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let version = Version::alive(now.0.max(1));
+        let key = rng.random();
+        let directory = directory.unwrap_or_else(|| Arc::new(Directory::new(key)));
         Self {
             node,
             started: (now, Instant::now()),
             suspicion,
-            table: Table::of(node, version, rng.random()),
+            table: Table::of(node, version, directory),
             health: Health::default(),
             rng,
             queue: VecDeque::new(),
-            suspicions: BTreeMap::new(),
+            suspicions: HashMap::new(),
+            deadlines: BinaryHeap::new(),
             order: Vec::new(),
             next: 0,
             doubted: VecDeque::new(),
@@ -77,6 +94,9 @@ impl Swim {
     }
     pub(super) fn now_s(&self, now: Instant) -> u32 {
         u32::try_from(now.duration_since(self.started.1).as_secs()).unwrap_or(u32::MAX)
+    }
+    fn now_ms(&self, now: Instant) -> u64 {
+        u64::try_from(now.duration_since(self.started.1).as_millis()).unwrap_or(u64::MAX)
     }
     /// Comings and goings since the last time.
     pub(super) fn drain_events(&mut self) -> Vec<MemberEvent> {
@@ -102,62 +122,84 @@ impl Swim {
     /// News for `peer`: first what is said against itself, so that it may object at once; then at most `limit`
     /// changes, the newest first.
     pub(super) fn news_for(&mut self, peer: NodeId, limit: usize) -> News {
-        let mut news = News { incarnation: self.incarnation(), ..News::default() };
+        let mut told = Vec::with_capacity(limit.min(self.queue.len()) + 1);
         if let Some(at) = self.table.find(peer) {
             let version = self.table.row(at).version;
             if version != version.settled() || !version.lives() {
-                self.claim(&mut news, at);
+                told.push(place(at));
             }
         }
         for _ in 0..self.queue.len().min(limit) {
             let Some(slot) = self.queue.pop_front() else { break };
+            if self.table.present(slot as usize).is_none() {
+                continue; // replaced in a full table
+            }
             let tellings = self.table.row_mut_tellings(slot as usize);
             *tellings = tellings.saturating_sub(1);
             if *tellings > 0 {
                 self.queue.push_back(slot);
             }
-            self.claim(&mut news, slot as usize);
+            told.push(slot);
         }
-        news
+        self.claims(&told)
     }
 
-    fn claim(&self, news: &mut News, at: usize) {
-        let row = self.table.row(at);
-        news.claims.push(row.node, row.version);
-        if let Some(suspicion) = self.suspicions.get(&place(at)) {
-            news.accusers.extend(suspicion.accusers.iter().map(|a| (row.node, *a)));
+    /// What this node says of the nodes at these places.
+    fn claims(&self, told: &[u32]) -> News {
+        let mut news = News { incarnation: self.incarnation(), ..News::default() };
+        let places = self.table.places();
+        for (i, slot) in told.iter().enumerate() {
+            let version = self.table.row(*slot as usize).version;
+            news.claims.push(places.node(*slot as usize), version);
+            if version.is_suspect()
+                && let Some(suspicion) = self.suspicions.get(slot)
+            {
+                suspicion.accusers().iter().for_each(|a| news.accusers.push(i, places.node(*a as usize)));
+            }
         }
+        news
     }
 
     /// Takes news from a node, which lives then.
     pub(super) fn hear(&mut self, now: Instant, from: NodeId, news: &News) {
         self.hear_alive(now, from, news.incarnation);
+        let found = self.table.find_claimed(&news.claims);
         // Accusers come in the order of their suspects; what is out of order has no weight.
-        let mut accusers = news.accusers.iter().copied().peekable();
-        for (node, version) in news.claims.iter() {
+        let mut accusers = news.accusers.iter().peekable();
+        for (i, ((node, version), at)) in news.claims.iter().zip(found).enumerate() {
             let mut accused = false;
-            while let Some((_, accuser)) = accusers.next_if(|(suspect, _)| version.is_suspect() && *suspect == node) {
-                self.apply(now, node, version, accuser, false);
-                accused = true;
+            while let Some((_, accuser)) = accusers.next_if(|(claim, _)| *claim == i) {
+                if version.is_suspect() {
+                    self.apply(now, (node, at), version, accuser, false);
+                    accused = true;
+                }
             }
             if !accused {
-                self.apply(now, node, version, from, false);
+                self.apply(now, (node, at), version, from, false);
             }
         }
     }
 
     /// A node spoke, so it lives.
     pub(super) fn hear_alive(&mut self, now: Instant, node: NodeId, incarnation: u64) {
-        self.apply(now, node, Version::alive(incarnation), node, false);
+        self.apply(now, (node, None), Version::alive(incarnation), node, false);
     }
 
     /// Takes a row of another's table. It may be old: that a node died is a reason to ask it, not to believe it.
     /// Otherwise both sides of a healed partition would take each other's word that they are all dead.
     pub(super) fn hear_row(&mut self, now: Instant, node: NodeId, version: Version) {
-        self.apply(now, node, version.settled(), node, true);
+        self.apply(now, (node, None), version.settled(), node, true);
     }
 
-    fn apply(&mut self, now: Instant, node: NodeId, version: Version, accuser: NodeId, second_hand: bool) {
+    /// Takes a claim about a node. Where it was found before stands beside it.
+    fn apply(
+        &mut self,
+        now: Instant,
+        (node, found): (NodeId, Option<usize>),
+        version: Version,
+        accuser: NodeId,
+        second_hand: bool,
+    ) {
         let latest = (self.started.0 + now.duration_since(self.started.1) + AHEAD_MAX).0;
         if version.incarnation() > latest {
             tracing::debug!(node = %node.short(), incarnation = version.incarnation(), latest, "claim from the future");
@@ -166,7 +208,9 @@ impl Swim {
         if node == self.node {
             return self.defend(now, version);
         }
-        let Some(at) = self.table.find(node) else { return self.meet(now, node, version, accuser, second_hand) };
+        let Some(at) = found.or_else(|| self.table.find(node)) else {
+            return self.meet(now, node, version, accuser, second_hand);
+        };
         let known = self.table.row(at).version;
         if version < known {
             return;
@@ -175,8 +219,8 @@ impl Swim {
             // Others know it too, so it needs fewer tellings (feedback, Demers et al., PODC 1987, §1.4).
             let tellings = self.table.row_mut_tellings(at);
             *tellings = (*tellings).min(tellings.saturating_sub(1).max(1));
-            if version.is_suspect() && self.suspicions.get_mut(&place(at)).is_some_and(|s| s.confirm(accuser)) {
-                self.tell(at);
+            if version.is_suspect() && !self.table.row(at).convicted {
+                self.confirm(now, at, accuser);
             }
             return;
         }
@@ -190,6 +234,21 @@ impl Swim {
         if !second_hand {
             self.tell(at);
         }
+    }
+
+    /// Another accuser of a suspect.
+    fn confirm(&mut self, now: Instant, at: usize, accuser: NodeId) {
+        let (now_ms, accuser) = (self.now_ms(now), self.table.find(accuser).map(place));
+        let (Some(suspicion), Some(accuser)) = (self.suspicions.get_mut(&place(at)), accuser) else { return };
+        if !suspicion.confirm(accuser) {
+            return;
+        }
+        if suspicion.earliest_ms() <= now_ms {
+            self.deadlines.push(Reverse((suspicion.deadline_ms, place(at)))); // it was looked at, and put off for longer
+        }
+        let convicted = suspicion.is_convicted();
+        self.table.set_convicted(at, convicted);
+        self.tell(at);
     }
 
     /// A node that was not known.
@@ -211,8 +270,7 @@ impl Swim {
     }
 
     fn welcome(&mut self, at: usize) {
-        let node = self.table.row(at).node;
-        self.events.push(MemberEvent::Joined(node));
+        self.events.push(MemberEvent::Joined(self.table.node(at)));
         if self.table.set_ordered(at, true) {
             return;
         }
@@ -225,18 +283,20 @@ impl Swim {
 
     /// Moves a row to a later version.
     fn turn(&mut self, now: Instant, at: usize, version: Version, accuser: NodeId) {
-        let (row, now_s) = (self.table.row(at), self.now_s(now));
-        let (node, lived) = (row.node, row.version.lives());
+        let (known, now_s) = (self.table.row(at).version, self.now_s(now));
         self.table.set_version(at, version, now_s);
         if version.is_suspect() {
-            let suspicion = Suspicion::new(now, self.suspicion, self.table.live(), accuser);
+            let accuser = self.table.find(accuser).map(place);
+            let suspicion = Suspicion::new(self.now_ms(now), self.suspicion, self.table.live(), accuser);
+            self.deadlines.push(Reverse((suspicion.earliest_ms(), place(at))));
+            self.table.set_convicted(at, suspicion.is_convicted());
             self.suspicions.insert(place(at), suspicion);
-        } else {
+        } else if known.is_suspect() {
             self.suspicions.remove(&place(at));
         }
-        match (lived, version.lives()) {
+        match (known.lives(), version.lives()) {
             (false, true) => self.welcome(at),
-            (true, false) => self.events.push(MemberEvent::Left(node)),
+            (true, false) => self.events.push(MemberEvent::Left(self.table.node(at))),
             _ => {}
         }
     }
@@ -261,19 +321,29 @@ impl Swim {
         self.tell(at);
     }
 
-    /// When the next suspicion ends.
+    /// When a suspicion is to be looked at next.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
-        self.suspicions.values().map(|s| s.deadline).min()
+        let Reverse((at_ms, _)) = self.deadlines.peek()?;
+        Some(self.started.1 + Duration::from_millis(*at_ms))
     }
 
     /// Suspects that did not object in time are dead.
     pub(super) fn expire(&mut self, now: Instant) {
-        let due = |s: &Suspicion| s.deadline <= now;
-        let dead: Vec<_> = self.suspicions.iter().filter(|(_, s)| due(s)).map(|(at, _)| *at as usize).collect();
-        for at in dead {
-            let version = self.table.row(at).version.dead();
-            self.turn(now, at, version, self.node);
-            self.tell(at);
+        let now_ms = self.now_ms(now);
+        while let Some(Reverse((at_ms, slot))) = self.deadlines.peek().copied() {
+            if at_ms > now_ms {
+                return;
+            }
+            self.deadlines.pop();
+            // A suspicion that is over, or younger than this entry, has its own.
+            let Some(suspicion) = self.suspicions.get(&slot).filter(|s| s.earliest_ms() <= at_ms) else { continue };
+            if suspicion.deadline_ms > now_ms {
+                self.deadlines.push(Reverse((suspicion.deadline_ms, slot)));
+                continue;
+            }
+            let version = self.table.row(slot as usize).version.dead();
+            self.turn(now, slot as usize, version, self.node);
+            self.tell(slot as usize);
         }
     }
 
@@ -293,10 +363,10 @@ impl Swim {
                 }
             }
             let at = self.order[self.next] as usize;
-            let row = self.table.row(at);
-            if row.version.lives() && row.node != self.node {
+            let lives = self.table.present(at).filter(|r| r.version.lives()).map(|r| (self.table.node(at), r.version));
+            if let Some(target) = lives.filter(|(node, _)| *node != self.node) {
                 self.next += 1;
-                return Some((row.node, row.version));
+                return Some(target);
             }
             self.table.set_ordered(at, false);
             self.order.swap_remove(self.next);
@@ -314,10 +384,12 @@ impl Swim {
             if chosen.len() == want || self.order.is_empty() {
                 break;
             }
-            let slot = self.order[self.rng.random_range(0..self.order.len())];
-            let row = self.table.row(slot as usize);
-            if row.version.lives() && row.node != except && !chosen.contains(&row.node) {
-                chosen.push(row.node);
+            let at = self.order[self.rng.random_range(0..self.order.len())] as usize;
+            if self.table.present(at).is_some_and(|r| r.version.lives()) {
+                let node = self.table.node(at);
+                if node != except && !chosen.contains(&node) {
+                    chosen.push(node);
+                }
             }
         }
         chosen
@@ -325,10 +397,11 @@ impl Swim {
 
     /// One that was declared dead, and may only have been cut off.
     pub(super) fn some_dead(&mut self) -> Option<NodeId> {
-        let rows = self.table.rows();
-        let start = self.rng.random_range(0..rows.len());
-        let dead = |r: &&Row| !r.version.lives() && !r.version.has_left() && r.version.incarnation() > 0;
-        rows[start..].iter().chain(&rows[..start]).find(dead).map(|r| r.node)
+        if self.table.live() == self.table.len() {
+            return None;
+        }
+        let dead = |r: &Row| !r.version.lives() && !r.version.has_left() && r.version.incarnation() > 0;
+        self.table.some_row(|rows| self.rng.random_range(0..rows), dead)
     }
 
     /// A probe of `target`, known in `version` then, is over. `silent_relays` were asked for help and said nothing.
@@ -346,7 +419,7 @@ impl Swim {
         self.health.worse(silent_relays);
         let Some(row) = self.table.get(target) else { return };
         if row.version.settled() == version.settled() {
-            self.apply(now, target, row.version.max(version.suspect()), self.node, false);
+            self.apply(now, (target, None), row.version.max(version.suspect()), self.node, false);
         }
     }
 
@@ -359,15 +432,6 @@ impl Swim {
             self.joins.0 -= 1.0;
         }
         admits
-    }
-
-    /// The table's rows that `wanted` chooses.
-    pub(super) fn rows_where(&self, wanted: impl Fn(&Row) -> bool) -> Rows {
-        let mut rows = Rows::default();
-        for row in self.table.rows().iter().filter(|r| wanted(r)) {
-            rows.push(row.node, row.version.settled(), row.sequence());
-        }
-        rows
     }
 
     /// This node says goodbye: from now on it tells that it left.

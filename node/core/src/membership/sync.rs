@@ -1,18 +1,18 @@
 //! How two tables become equal: their hashes first, then those of 256 buckets, then the rows of some that differ.
 //! In a mesh where nothing changes a comparison takes two messages of a few bytes, whatever its size.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use hashbrown::HashMap;
 use rand::RngExt;
 use starling_protocol::NodeId;
 use starling_protocol::record::SignedRecord;
 use tokio::time::Instant;
 
 use super::Inner;
-use super::table::BUCKETS;
+use super::table::{BUCKETS, Row};
 use super::wire::{Compared, Difference, Frame, Rows, Welcome};
 use crate::watch::lock;
 
@@ -52,9 +52,9 @@ impl Inner {
         let mut swim = lock(&self.swim);
         swim.hear_alive(now, from, incarnation);
         self.tell(&mut swim);
-        if swim.table.rows().len() <= SMALL_TABLE || swim.admits_join(now) {
-            let rows = swim.rows_where(|_| true);
-            let records = records(swim.table.rows().iter(), |_| 0);
+        if swim.table.len() <= SMALL_TABLE || swim.admits_join(now) {
+            let rows = swim.table.rows_where(|_| true);
+            let records = records(swim.table.rows().map(|(_, row)| row), |_| 0);
             return Welcome::Table { rows, records };
         }
         Welcome::Elsewhere(swim.some_live(NAMED, from))
@@ -72,11 +72,12 @@ impl Inner {
             let mut swim = lock(&self.swim);
             let start = swim.rng().random_range(0..BUCKETS);
             let ours = swim.table.buckets();
-            let each = swim.table.rows().len().div_ceil(BUCKETS);
+            let each = swim.table.len().div_ceil(BUCKETS);
             let differing = (0..BUCKETS).map(|i| (start + i) % BUCKETS).filter(|b| theirs.get(*b) != Some(&ours[*b]));
             let some = differing.take((ROWS_MAX / each.max(1)).max(1));
             let buckets: Vec<_> = some.filter_map(|b| u8::try_from(b).ok()).collect();
-            let rows = swim.rows_where(|row| buckets.contains(&row.bucket));
+            let asked = mask(&buckets);
+            let rows = swim.table.rows_where(|bucket| asked[bucket]);
             Frame::Exchange { buckets, rows }
         };
         let Some(difference) = self.request::<Difference>(peer, &frame, limit).await else { return };
@@ -84,8 +85,7 @@ impl Inner {
         self.take_all(peer, &difference.records);
         let wanted = {
             let swim = lock(&self.swim);
-            let rows = difference.wanted.iter().take(ROWS_MAX).filter_map(|n| swim.table.get(*n));
-            records(rows, |_| 0)
+            records(swim.table.rows_of(difference.wanted.iter().take(ROWS_MAX)), |_| 0)
         };
         if !wanted.is_empty() {
             let _nothing: Option<()> = self.request(peer, &Frame::Records(wanted), limit).await;
@@ -106,19 +106,23 @@ impl Inner {
         let theirs: HashMap<_, _> = rows.iter().map(|(node, version, sequence)| (node, (version, sequence))).collect();
         self.hear_rows(rows);
         let swim = lock(&self.swim);
-        let mut asked = [false; BUCKETS];
-        buckets.iter().for_each(|b| asked[usize::from(*b)] = true);
-        let ours: Vec<_> = swim.table.rows().iter().filter(|r| asked[usize::from(r.bucket)]).collect();
+        let asked = mask(buckets);
+        let ours = {
+            let places = swim.table.places();
+            let ours = swim.table.rows().filter(|(at, _)| asked[places.bucket(*at)]);
+            ours.map(|(at, row)| (places.node(at), row)).collect::<Vec<_>>()
+        };
         let mut difference = Difference::default();
-        for row in &ours {
-            if theirs.get(&row.node).is_none_or(|(v, _)| *v < row.version.settled()) {
-                difference.rows.push(row.node, row.version.settled(), row.sequence());
+        for (node, row) in &ours {
+            if theirs.get(node).is_none_or(|(v, _)| *v < row.version.settled()) {
+                difference.rows.push(*node, row.version.settled(), row.sequence());
             }
         }
         // What they have and this node has not by now was refused: a full table, or a claim from the future.
-        let newer = |row: &&&super::table::Row| theirs.get(&row.node).is_some_and(|(_, s)| *s > row.sequence());
-        difference.wanted = ours.iter().filter(newer).map(|r| r.node).collect();
-        difference.records = records(ours.into_iter(), |node| theirs.get(node).map_or(0, |(_, s)| *s));
+        let newer = |(node, row): &&(NodeId, &Row)| theirs.get(node).is_some_and(|(_, s)| *s > row.sequence());
+        difference.wanted = ours.iter().filter(newer).map(|(node, _)| *node).collect();
+        difference.records =
+            records(ours.into_iter().map(|(_, row)| row), |node| theirs.get(node).map_or(0, |(_, s)| *s));
         difference
     }
 
@@ -132,11 +136,15 @@ impl Inner {
     }
 }
 
+/// Which buckets are among `buckets`.
+fn mask(buckets: &[u8]) -> [bool; BUCKETS] {
+    let mut asked = [false; BUCKETS];
+    buckets.iter().for_each(|b| asked[usize::from(*b)] = true);
+    asked
+}
+
 /// The records of `rows` that are newer than what the other has, as many as fit into one message.
-fn records<'a>(
-    rows: impl Iterator<Item = &'a super::table::Row>,
-    theirs: impl Fn(&NodeId) -> u64,
-) -> Vec<SignedRecord> {
+fn records<'a>(rows: impl Iterator<Item = &'a Row>, theirs: impl Fn(&NodeId) -> u64) -> Vec<SignedRecord> {
     let mut left = RECORDS_BYTES_MAX;
     let newer = rows.filter_map(|r| r.known.as_ref()).filter(|k| k.record.sequence > theirs(&k.record.node));
     newer

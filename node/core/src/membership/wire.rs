@@ -10,10 +10,17 @@ use super::state::Version;
 const CLAIM_LEN_BYTES: usize = 40;
 /// The same with the sequence number of its record.
 const ROW_LEN_BYTES: usize = 48;
+/// Which claim, and who accuses.
+const ACCUSER_LEN_BYTES: usize = 34;
 
 /// Claims about nodes, 40 bytes each: postcard would take ids apart byte by byte, and there are many.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Claims(#[serde(with = "serde_bytes")] Vec<u8>);
+
+/// Who accuses the suspects among some claims: the claim's place in their list and the accuser, 34 bytes each, in the
+/// order of the claims.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Accusers(#[serde(with = "serde_bytes")] Vec<u8>);
 
 /// Rows of a table, 48 bytes each.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,6 +48,18 @@ impl Claims {
     }
 }
 
+impl Accusers {
+    pub(super) fn push(&mut self, claim: usize, accuser: NodeId) {
+        self.0.extend_from_slice(&u16::try_from(claim).unwrap_or(u16::MAX).to_le_bytes());
+        self.0.extend_from_slice(&accuser.0);
+    }
+    /// A tail that is no whole accuser is ignored.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (usize, NodeId)> {
+        let claim = |c: &[u8]| c.try_into().map_or(usize::MAX, |b| usize::from(u16::from_le_bytes(b)));
+        self.0.chunks_exact(ACCUSER_LEN_BYTES).map(move |c| (claim(&c[..2]), id(&c[2..])))
+    }
+}
+
 impl Rows {
     pub(super) fn push(&mut self, node: NodeId, version: Version, sequence: u64) {
         self.0.extend_from_slice(&node.0);
@@ -58,8 +77,7 @@ pub(super) struct News {
     /// The sender's incarnation: it lives.
     pub(super) incarnation: u64,
     pub(super) claims: Claims,
-    /// (suspect, accuser), for the suspects among the claims.
-    pub(super) accusers: Vec<(NodeId, NodeId)>,
+    pub(super) accusers: Accusers,
 }
 
 /// A call.

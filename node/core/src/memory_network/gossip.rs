@@ -2,8 +2,9 @@
 //!
 //! Each subscriber of a topic keeps [`DEGREE`] of its neighbours as mesh peers. A message goes along the mesh at once.
 //! At every heartbeat a node offers what it heard lately to [`LAZY`] neighbours outside of its mesh, and who lacks a
-//! message asks for it: that joins parts which no mesh edge joins. Scores, back-off after a prune and the
-//! outbound quota of the real one are not modelled.
+//! message asks for it: that joins parts which no mesh edge joins. A node's own message goes to all of its neighbours
+//! that want it, as `starling-mesh` has it (`flood_publish`): whoever forms the mesh around it cannot keep it back.
+//! Scores, back-off after a prune and the outbound quota of the real one are not modelled.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -41,6 +42,8 @@ struct Message {
     expires: Instant,
     /// One bit a node.
     seen: Vec<u64>,
+    /// Subscribers among those that have it.
+    reached: usize,
 }
 
 /// All topics and the messages under way.
@@ -48,8 +51,20 @@ struct Message {
 pub(super) struct Gossip {
     topics: Vec<Topic>,
     topic_ids: BTreeMap<Topic, u32>,
-    messages: BTreeMap<u64, Message>,
-    published: u64,
+    /// Subscribers of each topic.
+    subscribers: Vec<usize>,
+    /// The oldest first; it is number `expired`.
+    messages: VecDeque<Message>,
+    expired: u64,
+}
+
+impl Gossip {
+    fn message(&self, id: u64) -> Option<&Message> {
+        self.messages.get(usize::try_from(id.checked_sub(self.expired)?).ok()?)
+    }
+    fn message_mut(&mut self, id: u64) -> Option<&mut Message> {
+        self.messages.get_mut(usize::try_from(id.checked_sub(self.expired)?).ok()?)
+    }
 }
 
 /// A node's part.
@@ -85,6 +100,7 @@ impl World {
         }
         let id = u32::try_from(self.gossip.topics.len()).unwrap_or(u32::MAX);
         self.gossip.topics.push(topic.clone());
+        self.gossip.subscribers.push(0);
         self.gossip.topic_ids.insert(topic.clone(), id);
         id
     }
@@ -104,7 +120,10 @@ impl World {
 
     pub(super) fn subscribe(&mut self, node: Slot, topic: &Topic) {
         let topic = self.topic_id(topic);
-        self.node_mut(node).gossip.meshes.entry(topic).or_default();
+        if self.mesh(node, topic).is_none() {
+            self.node_mut(node).gossip.meshes.insert(topic, BTreeSet::new());
+            self.gossip.subscribers[topic as usize] += 1;
+        }
         self.repair(node, topic);
         self.start_beating(node);
     }
@@ -123,12 +142,15 @@ impl World {
 
     /// The node's process is gone: its next run has heard nothing.
     pub(super) fn forget_gossip(&mut self, node: Slot) {
-        self.node_mut(node).gossip = Subscriber::default();
+        let topics = std::mem::take(&mut self.node_mut(node).gossip).meshes;
+        for topic in topics.keys() {
+            self.gossip.subscribers[*topic as usize] -= 1;
+        }
         let (word, bit) = (node as usize / 64, 1 << (node % 64));
-        for message in self.gossip.messages.values_mut() {
-            if let Some(w) = message.seen.get_mut(word) {
-                *w &= !bit;
-            }
+        for message in &mut self.gossip.messages {
+            let Some(seen) = message.seen.get_mut(word).filter(|w| **w & bit != 0) else { continue };
+            *seen &= !bit;
+            message.reached = message.reached.saturating_sub(usize::from(topics.contains_key(&message.topic)));
         }
     }
 
@@ -228,11 +250,9 @@ impl World {
     }
 
     fn expire(&mut self, now: Instant) {
-        while let Some(oldest) = self.gossip.messages.first_entry() {
-            if oldest.get().expires > now {
-                break;
-            }
-            oldest.remove();
+        while self.gossip.messages.front().is_some_and(|oldest| oldest.expires <= now) {
+            self.gossip.messages.pop_front();
+            self.gossip.expired += 1;
         }
     }
 
@@ -242,14 +262,17 @@ impl World {
         while offered.front().is_some_and(|(until, _)| *until <= now) {
             offered.pop_front();
         }
-        if offered.is_empty() {
+        // What every subscriber has nobody lacks.
+        let subscribers = self.gossip.subscribers[topic as usize];
+        let lacked = |m: &Message| m.topic == topic && m.reached < subscribers;
+        let ids = self.node(node).gossip.offered.iter().map(|(_, id)| *id);
+        let ids: Vec<_> = ids.filter(|id| self.gossip.message(*id).is_some_and(lacked)).collect();
+        if ids.is_empty() {
             return;
         }
-        let ids: Vec<_> = offered.iter().map(|(_, id)| *id).collect();
         for peer in self.outside(node, topic, LAZY) {
             for id in &ids {
-                let lacks = self.gossip.messages.get(id).is_some_and(|m| m.topic == topic && !m.has(peer));
-                if lacks {
+                if self.gossip.message(*id).is_some_and(|m| !m.has(peer)) {
                     let asked = self.latency(node, peer) + self.latency(peer, node);
                     self.send_gossip(node, peer, *id, asked);
                 }
@@ -257,38 +280,52 @@ impl World {
         }
     }
 
-    /// Starts a message at `node`.
+    /// `node` has a message. Returns whether it is news.
+    fn mark(&mut self, node: Slot, id: u64) -> bool {
+        let Some(topic) = self.gossip.message(id).map(|m| m.topic) else { return false };
+        let subscribed = self.mesh(node, topic).is_some();
+        let Some(message) = self.gossip.message_mut(id) else { return false };
+        let news = message.mark(node);
+        message.reached += usize::from(news && subscribed);
+        news
+    }
+
+    /// Starts a message at `node`: to all neighbours that want it.
     pub(super) fn publish(&mut self, node: Slot, topic: &Topic, body: Bytes) {
         let topic = self.topic_id(topic);
-        self.gossip.published += 1;
-        let (id, expires) = (self.gossip.published, Instant::now() + REMEMBERED_FOR);
-        self.gossip.messages.insert(id, Message { topic, body, expires, seen: Vec::new() });
-        if let Some(message) = self.gossip.messages.get_mut(&id) {
-            message.mark(node);
-        }
-        self.forward(node, None, id);
+        let (id, expires) = (self.gossip.expired + self.gossip.messages.len() as u64, Instant::now() + REMEMBERED_FOR);
+        self.gossip.messages.push_back(Message { topic, body, expires, seen: Vec::new(), reached: 0 });
+        self.mark(node, id);
+        let peers = self.node(node).access.peers.keys().copied();
+        let peers: Vec<_> = peers.filter(|p| self.mesh(*p, topic).is_some()).collect();
+        self.send_on(node, peers, id);
     }
 
     /// Passes a message on along the mesh of `node`; a node without one gives it to some neighbours that want it.
-    pub(super) fn forward(&mut self, node: Slot, not_to: Option<Slot>, id: u64) {
-        let Some(topic) = self.gossip.messages.get(&id).map(|m| m.topic) else { return };
-        let peers = match self.mesh(node, topic) {
+    pub(super) fn forward(&mut self, node: Slot, not_to: Slot, id: u64) {
+        let Some(topic) = self.gossip.message(id).map(|m| m.topic) else { return };
+        let mut peers = match self.mesh(node, topic) {
             Some(mesh) if !mesh.is_empty() => mesh.iter().copied().collect(),
             _ => self.outside(node, topic, DEGREE),
         };
+        peers.retain(|p| *p != not_to);
+        self.send_on(node, peers, id);
+    }
+
+    fn send_on(&mut self, node: Slot, peers: Vec<Slot>, id: u64) {
         let offered = &mut self.node_mut(node).gossip.offered;
         if offered.len() >= OFFERED_MAX {
             offered.pop_front();
         }
         offered.push_back((Instant::now() + OFFERED_FOR, id));
-        for peer in peers.into_iter().filter(|p| Some(*p) != not_to) {
+        for peer in peers {
             self.send_gossip(node, peer, id, Duration::ZERO);
         }
     }
 
     /// One hop. A loss is repaired later; a copy that the peer has already is counted, and goes no further.
     fn send_gossip(&mut self, from: Slot, to: Slot, id: u64, later: Duration) {
-        let Some(message) = self.gossip.messages.get(&id) else { return };
+        let Some(message) = self.gossip.message(id) else { return };
         let (len, known) = (message.body.len(), message.has(to));
         let kind = MessageKind::Gossip;
         self.node_mut(from).counters.sent(kind, len);
@@ -316,12 +353,11 @@ impl World {
 
     /// A message arrives; returns it when it is news.
     pub(super) fn take_gossip(&mut self, from: Slot, to: Slot, run: u64, id: u64) -> Option<(Topic, Bytes)> {
-        let message = self.gossip.messages.get(&id)?;
+        let message = self.gossip.message(id)?;
         let (len, topic, body) = (message.body.len(), message.topic, message.body.clone());
         if !self.arrives(from, to, Some(run), MessageKind::Gossip, len) || self.mesh(to, topic).is_none() {
             return None;
         }
-        let news = self.gossip.messages.get_mut(&id)?.mark(to);
-        news.then(|| (self.gossip.topics[topic as usize].clone(), body))
+        self.mark(to, id).then(|| (self.gossip.topics[topic as usize].clone(), body))
     }
 }

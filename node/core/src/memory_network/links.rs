@@ -2,7 +2,7 @@
 //! are open.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::ops::RangeInclusive;
+use std::ops::{Bound, RangeInclusive};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -65,9 +65,23 @@ pub(super) struct Links {
     cuts: HashSet<(Slot, Slot)>,
     /// (from, to): something passes although the two are in different cells.
     bridges: HashSet<(Slot, Slot)>,
+    /// Partitions that last: on which side of each a node is. Nodes of side 0 hear everyone.
+    partitions: BTreeMap<u64, Vec<u16>>,
+    partitioned: u64,
     /// Until when a pair's line is busy.
     busy: HashMap<(Slot, Slot), Instant>,
     cells: u32,
+}
+
+/// When something was, and which of what was then.
+type Stamp = (Instant, u64);
+
+/// When a connection was last used.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Use {
+    last: Stamp,
+    /// What [`Access::by_use`] has it under.
+    noted: Stamp,
 }
 
 /// A node's side of its links.
@@ -79,9 +93,9 @@ pub(super) struct Access {
     /// Partitions refine cells; nodes of different cells do not hear each other.
     cell: u32,
     /// Connections, with when each was last used.
-    pub(super) peers: BTreeMap<Slot, (Instant, u64)>,
-    /// The same, the least recently used first.
-    by_use: BTreeMap<(Instant, u64), Slot>,
+    pub(super) peers: BTreeMap<Slot, Use>,
+    /// The same by use, as of when this was last asked: since then a connection may have been used again.
+    by_use: BTreeMap<Stamp, Slot>,
 }
 
 /// What decides the fate of a message besides its length.
@@ -259,6 +273,28 @@ impl World {
         let apart = self.node(from).access.cell != self.node(to).access.cell;
         (apart && !self.links.bridges.contains(&(from, to)))
             || (!self.links.cuts.is_empty() && self.links.cuts.contains(&(from, to)))
+            || self.links.partitions.values().any(|sides| {
+                let side = |node: Slot| sides.get(node as usize).copied().unwrap_or_default();
+                let (a, b) = (side(from), side(to));
+                a != b && a != 0 && b != 0
+            })
+    }
+    /// Begins a partition. Returns its number.
+    pub(super) fn begin_partition(&mut self) -> u64 {
+        self.links.partitioned += 1;
+        self.links.partitions.insert(self.links.partitioned, Vec::new());
+        self.links.partitioned
+    }
+    /// Puts a node on a side of a partition that lasts.
+    pub(super) fn put_on_side(&mut self, partition: u64, node: Slot, side: u16) {
+        let Some(sides) = self.links.partitions.get_mut(&partition) else { return };
+        if sides.len() <= node as usize {
+            sides.resize(node as usize + 1, 0);
+        }
+        sides[node as usize] = side;
+    }
+    pub(super) fn end_partition(&mut self, partition: u64) {
+        self.links.partitions.remove(&partition);
     }
     pub(super) fn cut(&mut self, from: Slot, to: Slot) {
         self.links.cuts.insert((from, to));
@@ -288,6 +324,7 @@ impl World {
     pub(super) fn heal_all(&mut self) {
         self.links.cuts.clear();
         self.links.bridges.clear();
+        self.links.partitions.clear();
         self.nodes.iter_mut().for_each(|n| n.access.cell = 0);
     }
 
@@ -302,11 +339,9 @@ impl World {
             self.uses += 1;
             let stamp = (now, self.uses);
             let access = &mut self.node_mut(node).access;
-            let Some(last) = access.peers.get_mut(&peer) else { continue };
-            if now.duration_since(last.0) >= USE_RESOLUTION {
-                access.by_use.remove(last);
-                *last = stamp;
-                access.by_use.insert(stamp, peer);
+            let Some(used) = access.peers.get_mut(&peer) else { continue };
+            if now.duration_since(used.last.0) >= USE_RESOLUTION {
+                used.last = stamp;
             }
         }
     }
@@ -318,7 +353,7 @@ impl World {
             self.uses += 1;
             let stamp = (Instant::now(), self.uses);
             let access = &mut self.node_mut(node).access;
-            access.peers.insert(peer, stamp);
+            access.peers.insert(peer, Use { last: stamp, noted: stamp });
             access.by_use.insert(stamp, peer);
         }
         for node in [a, b] {
@@ -332,10 +367,29 @@ impl World {
     }
 
     /// The least recently used connection of `node` that carries no gossip mesh, or else the very least.
-    fn least_used(&self, node: Slot, a: Slot, b: Slot) -> Option<Slot> {
-        let access = &self.node(node).access;
-        let candidates = || access.by_use.values().copied().filter(|p| *p != a && *p != b);
-        candidates().find(|p| !self.shares_mesh(node, *p)).or_else(|| candidates().next())
+    fn least_used(&mut self, node: Slot, a: Slot, b: Slot) -> Option<Slot> {
+        let mut after = None;
+        let mut least = None;
+        loop {
+            let access = &mut self.node_mut(node).access;
+            let from = after.map_or(Bound::Unbounded, Bound::Excluded);
+            let Some((&noted, &peer)) = access.by_use.range((from, Bound::Unbounded)).next() else { return least };
+            if let Some(used) = access.peers.get_mut(&peer).filter(|u| u.last != noted) {
+                // Its place is further on.
+                used.noted = used.last;
+                access.by_use.remove(&noted);
+                access.by_use.insert(used.noted, peer);
+                continue;
+            }
+            after = Some(noted);
+            if peer == a || peer == b {
+                continue;
+            }
+            if !self.shares_mesh(node, peer) {
+                return Some(peer);
+            }
+            least = least.or(Some(peer));
+        }
     }
 
     /// Removes a connection from both ends; false when there was none.
@@ -343,8 +397,8 @@ impl World {
         let mut was_open = false;
         for (node, peer) in [(a, b), (b, a)] {
             let access = &mut self.node_mut(node).access;
-            if let Some(stamp) = access.peers.remove(&peer) {
-                access.by_use.remove(&stamp);
+            if let Some(used) = access.peers.remove(&peer) {
+                access.by_use.remove(&used.noted);
                 was_open = true;
             }
         }

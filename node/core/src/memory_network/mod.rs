@@ -81,6 +81,8 @@ struct World {
     links: Links,
     gossip: Gossip,
     queue: Queue,
+    /// When connections over cut links are closed next, or were last.
+    gives_up_at: Option<Instant>,
     /// Callers that wait, by call.
     calls_open: BTreeMap<u64, oneshot::Sender<Reply>>,
     calls: u64,
@@ -196,6 +198,7 @@ impl MemoryNetwork {
             links: Links::default(),
             gossip: Gossip::default(),
             queue: Queue::default(),
+            gives_up_at: None,
             calls_open: BTreeMap::new(),
             calls: 0,
             runs: 0,
@@ -262,6 +265,27 @@ impl MemoryNetwork {
             world.split(&side);
         }
         self.give_up_later();
+    }
+    /// Cuts every link between different ones of `sides`, whatever else is cut, until [`MemoryNetwork::end_partition`].
+    /// Nodes on no side hear everyone. Costs one step a node. Returns the partition's number. Call it inside the
+    /// runtime.
+    pub fn begin_partition(&self, sides: &[Vec<NodeId>]) -> u64 {
+        let partition = lock(&self.0).begin_partition();
+        for (side, nodes) in sides.iter().enumerate() {
+            nodes.iter().for_each(|node| self.join_side(partition, side, *node));
+        }
+        self.give_up_later();
+        partition
+    }
+    /// One more node is on a side of a partition, which counts from 0. Without effect when the partition is over.
+    pub fn join_side(&self, partition: u64, side: usize, node: NodeId) {
+        let mut world = lock(&self.0);
+        let slot = world.slot(node);
+        world.put_on_side(partition, slot, u16::try_from(side + 1).unwrap_or(u16::MAX));
+    }
+    /// Ends one partition; what others cut stays cut.
+    pub fn end_partition(&self, partition: u64) {
+        lock(&self.0).end_partition(partition);
     }
     /// Heals both directions.
     pub fn heal(&self, a: NodeId, b: NodeId) {
@@ -333,7 +357,10 @@ impl MemoryNetwork {
     fn give_up_later(&self) {
         let mut world = lock(&self.0);
         let at = Instant::now() + world.config.idle_timeout;
-        world.queue.push(at, Task::GiveUpCut);
+        // One look at all connections for everything that is cut at once.
+        if world.gives_up_at.replace(at) != Some(at) {
+            world.queue.push(at, Task::GiveUpCut);
+        }
     }
 
     /// Opens a connection and tells both ends.

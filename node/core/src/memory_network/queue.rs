@@ -54,29 +54,13 @@ pub(super) enum Task {
     GiveUpCut,
 }
 
-struct Entry(Instant, u64, Task);
-
-impl PartialEq for Entry {
-    fn eq(&self, other: &Self) -> bool {
-        (self.0, self.1) == (other.0, other.1)
-    }
-}
-impl Eq for Entry {}
-impl PartialOrd for Entry {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-impl Ord for Entry {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        (self.0, self.1).cmp(&(other.0, other.1))
-    }
-}
-
 /// Tasks by time, and by order of sending where times are equal.
 #[derive(Default)]
 pub(super) struct Queue {
-    tasks: BinaryHeap<Reverse<Entry>>,
+    /// When, in which order, and where among `tasks`: tasks are too long to be moved about in a heap.
+    times: BinaryHeap<Reverse<(Instant, u64, usize)>>,
+    tasks: Vec<Option<Task>>,
+    free: Vec<usize>,
     pushed: u64,
     /// When the delivering task wakes; `None` until a task is pushed.
     wake_at: Option<Instant>,
@@ -86,7 +70,7 @@ pub(super) struct Queue {
 
 impl std::fmt::Debug for Queue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Queue").field("tasks", &self.tasks.len()).field("pushed", &self.pushed).finish()
+        f.debug_struct("Queue").field("tasks", &self.times.len()).field("pushed", &self.pushed).finish()
     }
 }
 
@@ -99,20 +83,26 @@ impl Drop for Queue {
 impl Queue {
     pub(super) fn push(&mut self, at: Instant, task: Task) {
         self.pushed += 1;
-        self.tasks.push(Reverse(Entry(at, self.pushed, task)));
+        let place = self.free.pop().unwrap_or_else(|| {
+            self.tasks.push(None);
+            self.tasks.len() - 1
+        });
+        self.tasks[place] = Some(task);
+        self.times.push(Reverse((at, self.pushed, place)));
         if self.wake_at.is_none_or(|w| at < w) {
             self.wake_at = Some(at);
             self.wake.notify_one();
         }
     }
     fn pop_due(&mut self, now: Instant) -> Option<Task> {
-        match self.tasks.peek() {
-            Some(Reverse(next)) if next.0 <= now => self.tasks.pop().map(|Reverse(Entry(_, _, task))| task),
-            next => {
-                self.wake_at = next.map(|Reverse(e)| e.0);
-                None
-            }
-        }
+        let next = self.times.peek().map(|Reverse((at, _, place))| (*at, *place));
+        let Some((_, place)) = next.filter(|(at, _)| *at <= now) else {
+            self.wake_at = next.map(|(at, _)| at);
+            return None;
+        };
+        self.times.pop();
+        self.free.push(place);
+        self.tasks[place].take()
     }
 }
 
@@ -205,7 +195,7 @@ impl MemoryNetwork {
                 let judge = || process.inbound.on_gossip(from, &topic, &body);
                 let verdict = catch_unwind(AssertUnwindSafe(|| process.enter(judge)));
                 if matches!(verdict, Ok(Verdict::Accept)) {
-                    lock(&self.0).forward(to, Some(sender), id);
+                    lock(&self.0).forward(to, sender, id);
                 }
             }
             Effect::Stream { process, from, stream } => {

@@ -145,6 +145,11 @@ impl Transport for MemoryTransport {
     fn connected(&self) -> Vec<NodeId> {
         lock(&self.network.0).neighbours(self.slot)
     }
+    fn is_connected(&self, peer: NodeId) -> bool {
+        let mut world = lock(&self.network.0);
+        let slot = world.slot(peer);
+        world.is_connected(self.slot, slot)
+    }
     fn add_addresses(&self, _peer: NodeId, _addresses: &[String]) {}
 
     async fn call(&self, peer: NodeId, service: Service, body: Bytes, limit: Duration) -> Result<Bytes, CallError> {

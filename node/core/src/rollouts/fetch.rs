@@ -3,11 +3,15 @@
 use super::Rollouts;
 use super::serve::set_aside;
 use crate::runtime::blocking;
+use futures::stream::{FuturesUnordered, StreamExt};
 use starling_protocol::rollout::{VerifiedRollout, read_rollout, verify_rollout};
 use starling_protocol::wire::{RolloutAnnouncement, RolloutCall, RolloutReply};
 use starling_protocol::{Hash, JobId, NodeId, RolloutId};
 use starling_storage::{Durability, Store, StoreError, rollouts};
 use std::collections::{BTreeMap, BTreeSet};
+
+/// Ids in one answer: 4096 × 32 bytes.
+const LIST_MAX: u32 = 4096;
 
 impl Rollouts {
     /// Verified rollouts among `wanted`, from the local store or from the holders named. What cannot be had or
@@ -35,14 +39,20 @@ impl Rollouts {
         let mut found: BTreeMap<RolloutId, Vec<u8>> = local.into_iter().collect();
         for attempt in 0..2 {
             let mut by_holder: BTreeMap<NodeId, Vec<RolloutId>> = BTreeMap::new();
+            // One without a connection may be gone: it is asked when the others do not have it.
+            let connected = self.transport.connected();
             for w in wanted.iter().filter(|w| !found.contains_key(&w.id)) {
-                if let Some(h) = w.holders.get(attempt % w.holders.len().max(1)) {
+                let (near, far): (Vec<&NodeId>, Vec<&NodeId>) = w.holders.iter().partition(|h| connected.contains(h));
+                if let Some(h) = near.into_iter().chain(far).nth(attempt % w.holders.len().max(1)) {
                     by_holder.entry(*h).or_default().push(w.id);
                 }
             }
-            for (holder, ids) in by_holder {
-                self.fetch_from(holder, &ids, &mut found).await;
-            }
+            let fetches = by_holder.into_iter().map(|(holder, ids)| async move {
+                let mut came = BTreeMap::new();
+                self.fetch_from(holder, &ids, &mut came).await;
+                came
+            });
+            found.extend(futures::future::join_all(fetches).await.into_iter().flatten());
         }
         let (verifier, store) = (self.verifier.clone(), self.store.clone());
         blocking(move || {
@@ -108,31 +118,45 @@ impl Rollouts {
         false
     }
 
-    /// Every unconsumed rollout of `job` that a live holder lists.
-    pub async fn list_unconsumed(&self, job: JobId) -> Vec<RolloutAnnouncement> {
+    /// Every unconsumed rollout of `job` that live holders list. Returns as soon as at most `unheard_max` of them have not
+    /// answered, though never without any answer.
+    pub async fn list_unconsumed(&self, job: JobId, unheard_max: usize) -> Vec<RolloutAnnouncement> {
+        let mut lists: FuturesUnordered<_> =
+            self.membership.live_holders().into_iter().map(|holder| self.list_of(holder, job)).collect();
+        let (mut unheard, enough) = (lists.len(), unheard_max.min(lists.len().saturating_sub(1)));
         let mut holders_of: BTreeMap<RolloutId, Vec<NodeId>> = BTreeMap::new();
-        for holder in self.membership.live_holders() {
-            let mut after = None;
-            loop {
-                let call = RolloutCall::List { job, after, limit: 4096 };
-                let ids = match self.ask(holder, &call).await {
-                    Ok(RolloutReply::Ids(ids)) => ids,
-                    Ok(_) => break,
-                    Err(e) => {
-                        tracing::warn!(holder = %holder.short(), error = %e, "cannot list rollouts");
-                        break;
-                    }
-                };
-                for id in &ids {
-                    holders_of.entry(*id).or_default().push(holder);
-                }
-                if ids.len() < 4096 {
-                    break;
-                }
-                after = ids.last().copied();
+        while unheard > enough
+            && let Some((holder, ids)) = lists.next().await
+        {
+            unheard -= usize::from(ids.is_some());
+            for id in ids.into_iter().flatten() {
+                holders_of.entry(id).or_default().push(holder);
             }
         }
         holders_of.into_iter().map(|(id, holders)| RolloutAnnouncement { id, job, holders }).collect()
+    }
+
+    /// What `holder` lists; `None` when it does not tell all.
+    async fn list_of(&self, holder: NodeId, job: JobId) -> (NodeId, Option<Vec<RolloutId>>) {
+        let (mut all, mut after) = (Vec::new(), None);
+        loop {
+            let call = RolloutCall::List { job, after, limit: LIST_MAX };
+            match self.ask(holder, &call).await {
+                Ok(RolloutReply::Ids(ids)) => {
+                    after = ids.last().copied();
+                    let last = ids.len() < LIST_MAX as usize;
+                    all.extend(ids);
+                    if last {
+                        return (holder, Some(all));
+                    }
+                }
+                Ok(_) => return (holder, None),
+                Err(e) => {
+                    tracing::warn!(holder = %holder.short(), error = %e, "cannot list rollouts");
+                    return (holder, None);
+                }
+            }
+        }
     }
 }
 

@@ -7,13 +7,15 @@
 
 mod announce;
 mod fetch;
+mod promise;
 mod put;
 mod serve;
 
 use crate::membership::Membership;
-use crate::runtime::{blocking, spawn};
+use crate::runtime::spawn;
 use crate::transport::SharedTransport;
 use announce::{ANNOUNCE_QUEUE, announcer};
+use promise::{PROMISE_QUEUE, Promise, record_promises};
 use put::{HOLDER_QUEUE, Put, put_batches};
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::placement;
@@ -23,7 +25,7 @@ use starling_protocol::rollout::SealedRollout;
 use starling_protocol::signed::Verifier;
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, RolloutAnnouncement, RolloutCall, RolloutReply, Service};
 use starling_protocol::{JobId, ModelName, NodeId, RolloutId};
-use starling_storage::{Acknowledged, Durability, SharedStore, acknowledged};
+use starling_storage::{Acknowledged, SharedStore};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -64,6 +66,7 @@ pub struct Rollouts {
     verifier: Arc<dyn Verifier>,
     holders: Mutex<BTreeMap<NodeId, mpsc::Sender<Put>>>,
     announce: mpsc::Sender<(ModelName, RolloutAnnouncement)>,
+    promises: mpsc::Sender<Promise>,
     shutdown: CancellationToken,
 }
 
@@ -85,6 +88,8 @@ impl Rollouts {
     ) -> Arc<Self> {
         let (announce, queue) = mpsc::channel(ANNOUNCE_QUEUE);
         spawn(announcer(transport.clone(), queue, shutdown.clone()));
+        let (promises, queue) = mpsc::channel(PROMISE_QUEUE);
+        spawn(record_promises(store.clone(), queue, shutdown.clone()));
         Arc::new(Self {
             store,
             transport,
@@ -92,6 +97,7 @@ impl Rollouts {
             verifier,
             holders: Mutex::new(BTreeMap::new()),
             announce,
+            promises,
             shutdown,
         })
     }
@@ -101,7 +107,7 @@ impl Rollouts {
     pub(crate) fn mark_consumed_early(&self, ids: &[RolloutId], version: starling_protocol::PolicyVersion) {
         let mut batch = starling_storage::Batch::new();
         starling_storage::consumed::mark_consumed(&mut batch, ids.iter().copied(), version);
-        let _planted = starling_storage::Store::write(&*self.store, batch, Durability::Synced);
+        let _planted = starling_storage::Store::write(&*self.store, batch, starling_storage::Durability::Synced);
     }
     #[cfg(not(feature = "planted-bugs"))]
     #[expect(clippy::unused_self, reason = "the same call with and without planted bugs")]
@@ -147,17 +153,18 @@ impl Rollouts {
             }
         }
         held.sort_unstable();
-        let (store, record) = (self.store.clone(), held.clone());
-        blocking(move || {
-            let record = Acknowledged { id, job, holders: record };
-            acknowledged::record_acknowledged(&*store, &[record], Durability::Buffered)
-        })
-        .await
-        .map_err(|e| ReplicateError::Store(e.to_string()))?
-        .map_err(|e| ReplicateError::Store(e.to_string()))?;
+        self.promise(Acknowledged { id, job, holders: held.clone() }).await.map_err(ReplicateError::Store)?;
         // A full queue drops the announcement, not the rollout: leaders also list what holders have.
         let _ = self.announce.try_send((model.clone(), RolloutAnnouncement { id, job, holders: held.clone() }));
         Ok(held)
+    }
+
+    /// Records what is about to be acknowledged.
+    async fn promise(&self, record: Acknowledged) -> Result<(), String> {
+        let (answer, recorded) = oneshot::channel();
+        let stopped = || "the node is shutting down".to_owned();
+        self.promises.send(Promise { record, answer }).await.map_err(|_closed| stopped())?;
+        recorded.await.map_err(|_closed| stopped())?
     }
 
     /// Has one holder store `sealed`; returns once it said that it lies durably there.
@@ -183,10 +190,8 @@ impl Rollouts {
     /// asked.
     fn put_order(&self, id: RolloutId) -> Vec<NodeId> {
         let mut by_intake: BTreeMap<Intake, Vec<NodeId>> = BTreeMap::new();
-        for r in
-            self.membership.live_records().into_iter().filter(starling_protocol::record::NodeRecord::holds_rollouts)
-        {
-            by_intake.entry(r.intake).or_default().push(r.node);
+        for (node, intake) in self.membership.of_holders(|r| Some((r.node, r.intake))) {
+            by_intake.entry(intake).or_default().push(node);
         }
         let ordered =
             |intake| placement::holders(id, by_intake.get(&intake).into_iter().flatten().copied(), usize::MAX);

@@ -1,8 +1,8 @@
 //! Devices that sample at a steady pace what their request determines, and do as the test says.
 
-use starling_core::compute::{Compute, Engine, StepTrainer, Stepped};
+use starling_core::compute::{Compute, Engine, StepInput, StepTrainer, Stepped, TrainerStart, TrainingMemory};
 use starling_core::runtime::spawn;
-use starling_engine::{EngineError, FinishReason, GenerateRequest, Sample, SampledToken, SamplingParams, TokenSink};
+use starling_engine::{EngineError, FinishReason, GenerateRequest, SampledToken, SamplingParams, TokenSink};
 use starling_protocol::job::TrainerSpec;
 use starling_protocol::{Hash, PolicyVersion};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -49,14 +49,11 @@ impl Compute for FakeCompute {
     fn start_engine(&self, _: &[u8], _: &[u8], version: PolicyVersion) -> Result<Arc<dyn Engine>, String> {
         Ok(Arc::new(FakeEngine { control: self.0.clone(), version: AtomicU64::new(version.0) }))
     }
-    fn start_trainer(
-        &self,
-        _: &[u8],
-        _: Vec<u8>,
-        _: Option<Vec<u8>>,
-        _: &TrainerSpec,
-    ) -> Result<Box<dyn StepTrainer>, String> {
+    fn start_trainer(&self, _: &[u8], _: TrainerStart, _: &TrainerSpec) -> Result<Box<dyn StepTrainer>, String> {
         Ok(Box::new(NoTrainer(Mutex::default())))
+    }
+    fn training_memory(&self, _: &[u8]) -> Result<TrainingMemory, String> {
+        Err("no device in this test".into())
     }
 }
 
@@ -111,7 +108,7 @@ impl Engine for FakeEngine {
 struct NoTrainer(Mutex<Vec<oneshot::Sender<Result<Stepped, String>>>>);
 
 impl StepTrainer for NoTrainer {
-    fn step(&self, _: Vec<Sample>, _: bool) -> oneshot::Receiver<Result<Stepped, String>> {
+    fn step(&self, _: StepInput) -> oneshot::Receiver<Result<Stepped, String>> {
         let (answer, done) = oneshot::channel();
         self.0.lock().unwrap().push(answer);
         done

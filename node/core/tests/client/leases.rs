@@ -1,14 +1,18 @@
 //! Leases: renewed by their own length, and taken over by the next leader.
 
-use crate::world::{CLIENT, World, model};
+use crate::world::{CLIENT, World, id, model};
 use starling_protocol::control::ControlEntry;
 use starling_protocol::job::{CollectionRule, EvaluateSpec, JobSpec, Sampling, TaskSetSpec, TrainerSpec};
 use starling_protocol::{EpisodeId, JobId};
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
-/// A job whose tasks lie on the leader; returns the time at which it was in the log.
+/// A job of four episodes a step whose tasks lie on the leader; returns the time at which it was in the log.
 async fn submit(world: &World, lease_ttl_ms: u64) -> Instant {
+    submit_of(world, lease_ttl_ms, 2).await
+}
+
+async fn submit_of(world: &World, lease_ttl_ms: u64, groups_per_step: u32) -> Instant {
     let leader = &world.nodes[&world.leader().unwrap()];
     let train = leader.scope.run(leader.core.blobs().put(b"{\"id\":\"a\"}\n{\"id\":\"b\"}\n".to_vec())).await.unwrap();
     // Every server has them, as `starling job submit` sees to.
@@ -21,7 +25,7 @@ async fn submit(world: &World, lease_ttl_ms: u64) -> Instant {
         model: model(),
         seed: 1,
         steps: 5,
-        groups_per_step: 2,
+        groups_per_step,
         group_size: 2,
         collection: CollectionRule::Groups,
         staleness_max: 1,
@@ -102,4 +106,51 @@ async fn leases_survive_their_leader() {
     assert!(claimed.renewed && claimed.revoked.is_empty(), "{claimed:?}");
     assert_eq!((ledger(&world, "running"), ledger(&world, "leases_adopted")), (Some(4), Some(4)));
     assert!(held.iter().all(|e| world.client.lease(*e).is_some()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_goes_on_from_its_block_while_its_leader_is_out_of_reach_and_gives_it_back_in_the_end() {
+    let world = World::start().await;
+    submit_of(&world, 60_000, 8).await;
+    let leader = world.leader().unwrap();
+    let ledger = || world.nodes[&leader].core.model_status(&model())["ledger"]["running"].as_u64().unwrap();
+    let mut held = claim(&world, 4).await;
+    assert_eq!(ledger(), 4, "nothing is known of its pace yet");
+    held.extend(claim(&world, 1).await);
+    assert_eq!(ledger(), 9, "five run, and a block of as many as began");
+    // From the block first, so what the leader gives now refills it; a quarter of the quota at most.
+    held.extend(claim(&world, 3).await);
+    assert_eq!(ledger(), 13, "eight run, and five lie in the block: as many as began before this claim");
+
+    for (from, to) in [(CLIENT, leader), (leader, CLIENT)] {
+        world.network.cut_one_way(id(from), id(to));
+    }
+    let mut out_of_reach = 0;
+    let wait = loop {
+        let claimed = world.as_client(world.client.claim(&[], 1, &held)).await;
+        assert!(claimed.revoked.is_empty());
+        out_of_reach += claimed.assignments.len();
+        held.extend(claimed.assignments.iter().map(|a| a.episode));
+        if claimed.assignments.is_empty() {
+            break claimed.wait;
+        }
+    };
+    assert_eq!(out_of_reach, 5, "the whole block, and nothing beyond it");
+    assert!(wait.is_some(), "and it says why");
+    assert_eq!(held.len(), held.iter().collect::<std::collections::BTreeSet<_>>().len(), "nothing began twice");
+
+    world.network.heal_all();
+    world
+        .eventually("the leader hears of all of them", |w| {
+            w.nodes[&CLIENT].core.transport().connected().contains(&id(leader))
+        })
+        .await;
+    held.extend(claim(&world, 1).await);
+    assert_eq!(held.len(), 14);
+    let with_block = ledger();
+    assert!(with_block > 14, "a new block: {with_block}");
+    world.as_client(async { world.nodes[&CLIENT].core.drain() }).await.unwrap();
+    let claimed = world.as_client(world.client.claim(&[], 4, &held)).await;
+    assert!(claimed.assignments.is_empty() && claimed.revoked.is_empty());
+    assert_eq!(ledger(), 14, "what had not begun went back");
 }

@@ -15,7 +15,9 @@ use starling_protocol::rollout::{FinishReason, Rollout, TurnReceipt, verify_roll
 use starling_protocol::signed::{Signer, Verifier};
 use starling_protocol::timeline::{CanonicalMessage, Completion, TimelineTree, TurnInfo};
 use starling_protocol::wire::{Generate, TokenFrame};
-use starling_protocol::{EpisodeId, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, TaskRef, Term, Timestamp};
+use starling_protocol::{
+    EpisodeId, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, StoreId, TaskRef, Term, Timestamp,
+};
 use starling_storage::MemoryStore;
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -161,6 +163,7 @@ async fn start_node(network: &Arc<MemoryNetwork>, started: Instant, n: u8, run: 
         roles: vec![role],
         record: NodeRecord {
             node,
+            store: StoreId::default(),
             sequence: 0,
             roles: vec![role],
             version: "test".into(),

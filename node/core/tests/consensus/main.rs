@@ -5,5 +5,6 @@
 mod agreement;
 mod chaos;
 mod disk;
+mod lines;
 mod members;
 mod support;

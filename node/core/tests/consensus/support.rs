@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -22,7 +22,7 @@ use starling_protocol::signed::{Signer, Verifier};
 use starling_protocol::wire::{
     CALL_LEN_BYTES_MAX, GOSSIP_LEN_BYTES_MAX, Gossip, LeaderCall, LeaderReply, Service, Topic,
 };
-use starling_protocol::{Hash, JobId, ModelName, NodeId, PolicyVersion, Term, Timestamp};
+use starling_protocol::{Hash, JobId, ModelName, NodeId, PolicyVersion, StoreId, Term, Timestamp};
 use starling_storage::{Batch, Durability, Family, KeyValue, MemoryStore, Op, SharedStore, Store, StoreError};
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
@@ -57,6 +57,7 @@ impl Verifier for TestKey {
 pub(crate) fn record(node: NodeId, role: Role) -> NodeRecord {
     NodeRecord {
         node,
+        store: StoreId::default(),
         sequence: 0,
         roles: vec![role],
         version: "test".into(),
@@ -86,8 +87,10 @@ impl Inbound for Dispatch {
             Service::Raft => self.groups.on_raft_call(from, &body).await,
             Service::Leader => {
                 let reply = match decode::<LeaderCall>("call", &body, CALL_LEN_BYTES_MAX).unwrap() {
-                    LeaderCall::JoinGroup { model } => match self.groups.on_join(from, &model).await {
-                        Ok(()) => LeaderReply::Done,
+                    LeaderCall::Survey { model } => LeaderReply::Standing(self.groups.on_survey(&model).await),
+                    LeaderCall::JoinGroup { model, lineage } => match self.groups.on_join(from, &model, &lineage).await
+                    {
+                        Ok(()) => LeaderReply::Joined { store: self.groups.store_id() },
                         Err(e) if e.is_retryable() => return Err(InboundError::Unavailable(e.to_string())),
                         Err(e) => LeaderReply::Refused(e.to_string()),
                     },
@@ -129,14 +132,24 @@ pub(crate) struct FaultyDisk {
     inner: Arc<MemoryStore>,
     /// 0: works, 1: bulk data is refused, 2: everything is.
     fault: AtomicU8,
+    /// Writes that still succeed before everything is refused.
+    left: AtomicU64,
 }
 
 impl FaultyDisk {
     fn over(inner: Arc<MemoryStore>) -> Arc<Self> {
-        Arc::new(Self { inner, fault: AtomicU8::new(0) })
+        Arc::new(Self { inner, fault: AtomicU8::new(0), left: AtomicU64::new(u64::MAX) })
     }
     pub(crate) fn works(&self) {
+        self.left.store(u64::MAX, Ordering::Relaxed);
         self.fault.store(0, Ordering::Relaxed);
+    }
+    /// Everything is refused after so many writes.
+    pub(crate) fn fails_after(&self, writes: u64) {
+        self.left.store(writes, Ordering::Relaxed);
+    }
+    pub(crate) fn has_failed(&self) -> bool {
+        self.fault.load(Ordering::Relaxed) == 2
     }
     pub(crate) fn is_full(&self) {
         self.fault.store(1, Ordering::Relaxed);
@@ -151,6 +164,12 @@ impl Store for FaultyDisk {
         self.inner.get(family, key)
     }
     fn write(&self, batch: Batch, durability: Durability) -> Result<(), StoreError> {
+        let left = self.left.load(Ordering::Relaxed);
+        if left == 0 {
+            self.fails();
+        } else if left != u64::MAX {
+            self.left.store(left - 1, Ordering::Relaxed);
+        }
         let bulk = batch.ops().iter().any(|op| matches!(op, Op::Put(f, ..) if f.is_bulk()));
         match self.fault.load(Ordering::Relaxed) {
             2 => Err(StoreError::Io {
@@ -213,15 +232,20 @@ impl World {
     /// A world of servers that know each other, with the group of [`model`] among them.
     pub(crate) async fn with_group(seed: u64, servers: u8) -> Self {
         let mut world = Self::new(seed);
+        world.grow(servers).await;
+        world
+    }
+
+    /// Starts the servers and makes the group of [`model`] among them.
+    pub(crate) async fn grow(&mut self, servers: u8) {
         for n in 1..=servers {
-            world.start(id(n), Role::Server).await;
+            self.start(id(n), Role::Server).await;
         }
-        world.settle().await;
-        let voters: Vec<_> = world.nodes.keys().copied().collect();
+        self.settle().await;
+        let voters: Vec<_> = self.nodes.keys().copied().collect();
         let first =
             ControlEntry::ModelCreated { model: model(), weights: Manifest::of(b"version 0"), files: BTreeMap::new() };
-        world.groups(id(1)).create(&model(), &voters, first).await.unwrap();
-        world
+        self.groups(id(1)).create(&model(), &voters, first).await.unwrap();
     }
 
     pub(crate) async fn start(&mut self, node: NodeId, role: Role) {
@@ -254,7 +278,8 @@ impl World {
                 let dispatch = Dispatch { groups: groups.clone(), membership: membership.clone(), key };
                 self.network.attach(node, Arc::new(dispatch));
                 groups.open_existing().await.unwrap();
-                membership.publish_record(record(node, role), &key);
+                let record = NodeRecord { store: groups.store_id(), ..record(node, role) };
+                membership.publish_record(record, &key);
                 Running { store, scope: scope.clone(), groups, membership }
             })
             .await;
@@ -274,6 +299,12 @@ impl World {
         }
     }
 
+    /// A dead node's store is gone; its key is not.
+    pub(crate) fn lose_store(&mut self, node: NodeId) {
+        self.stores.remove(&node);
+        self.disks.remove(&node);
+    }
+
     pub(crate) fn groups(&self, node: NodeId) -> Arc<Groups> {
         self.nodes[&node].groups.clone()
     }
@@ -291,10 +322,18 @@ impl World {
     pub(crate) async fn until(&self, what: &str, limit: Duration, mut done: impl FnMut(&Self) -> bool) -> Duration {
         let start = Instant::now();
         while !done(self) {
-            assert!(start.elapsed() < limit, "seed {}: not within {limit:?}: {what}", self.seed);
+            let said = || self.nodes.keys().map(|n| self.said(*n)).collect::<Vec<_>>().join("\n");
+            assert!(start.elapsed() < limit, "seed {}: not within {limit:?}: {what}\n{}", self.seed, said());
             sleep(Duration::from_millis(10)).await;
         }
         start.elapsed()
+    }
+    /// What a node says of itself.
+    fn said(&self, node: NodeId) -> String {
+        let Some(lineage) = self.groups(node).lineage(&model()) else { return format!("{node} is in no group") };
+        let (view, state) = (self.view(node), self.state(node));
+        let voters: Vec<_> = self.groups(node).voters(&model()).iter().map(NodeId::short).collect();
+        format!("{} in {}: version {}, voters {voters:?}, {view:?}", node.short(), lineage.line, state.version)
     }
     pub(crate) async fn settle(&self) {
         let n = self.nodes.len();
@@ -333,6 +372,17 @@ pub(crate) fn job_spec() -> JobSpec {
     }
 }
 
+/// The next step of `state`'s line.
+pub(crate) fn next_step(state: &ModelState, term: Term, consumed: &[u64]) -> ControlEntry {
+    let mut entry = step(term, state.version.steps() + 1, consumed);
+    if let ControlEntry::StepCommitted(step) = &mut entry {
+        (step.parent, step.version) = (state.version, state.lineage.next(state.version));
+        // Different in each line.
+        step.weights = Manifest::of(&step.version.0.to_be_bytes());
+    }
+    entry
+}
+
 pub(crate) const JOB: JobId = JobId([7; 16]);
 
 pub(crate) fn submit() -> ControlEntry {
@@ -347,6 +397,7 @@ pub(crate) fn step(term: Term, version: u64, consumed: &[u64]) -> ControlEntry {
     ControlEntry::StepCommitted(Box::new(StepCommitted {
         job: JOB,
         term,
+        parent: PolicyVersion(version.saturating_sub(1)),
         version: PolicyVersion(version),
         weights: Manifest::of(&version.to_be_bytes()),
         weights_delta: None,

@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 #![allow(clippy::large_futures, reason = "a test runs one node a task; the stack is large enough")]
 
-use starling_core::compute::{Compute, Engine, StepTrainer};
+use starling_core::compute::{Compute, Engine, StepTrainer, TrainerStart, TrainingMemory};
 use starling_core::consensus::GroupConfig;
 use starling_core::maintenance::MaintenanceConfig;
 use starling_core::membership::MembershipConfig;
@@ -17,7 +17,7 @@ use starling_protocol::rollout::{
 };
 use starling_protocol::signed::{Domain, Signature, Signer, Verifier};
 use starling_protocol::{
-    EpisodeId, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, TaskRef, Term, Timestamp,
+    EpisodeId, GroupId, Hash, JobId, ModelName, NodeId, PolicyVersion, RolloutId, StoreId, TaskRef, Term, Timestamp,
 };
 use starling_storage::rollouts::get_rollout;
 use starling_storage::{AuditReport, MemoryStore, SharedStore, audit};
@@ -63,13 +63,10 @@ impl Compute for NoCompute {
     fn start_engine(&self, _: &[u8], _: &[u8], _: PolicyVersion) -> Result<Arc<dyn Engine>, String> {
         Err("no device in this test".into())
     }
-    fn start_trainer(
-        &self,
-        _: &[u8],
-        _: Vec<u8>,
-        _: Option<Vec<u8>>,
-        _: &TrainerSpec,
-    ) -> Result<Box<dyn StepTrainer>, String> {
+    fn start_trainer(&self, _: &[u8], _: TrainerStart, _: &TrainerSpec) -> Result<Box<dyn StepTrainer>, String> {
+        Err("no device in this test".into())
+    }
+    fn training_memory(&self, _: &[u8]) -> Result<TrainingMemory, String> {
         Err("no device in this test".into())
     }
 }
@@ -77,6 +74,7 @@ impl Compute for NoCompute {
 pub(crate) fn record(node: NodeId, role: Role) -> NodeRecord {
     NodeRecord {
         node,
+        store: StoreId::default(),
         sequence: 0,
         roles: vec![role],
         version: "test".into(),
@@ -174,6 +172,11 @@ impl World {
     }
 
     pub(crate) async fn start(&mut self, node: NodeId, role: Role) {
+        self.start_with(node, role, Arc::new(NoCompute)).await;
+    }
+
+    /// Starts a node with a device of the test's own.
+    pub(crate) async fn start_with(&mut self, node: NodeId, role: Role, compute: Arc<dyn Compute>) {
         self.runs += 1;
         let scope = NodeScope::new(self.runs);
         let store: SharedStore = self.stores.entry(node).or_default().clone();
@@ -185,7 +188,7 @@ impl World {
             membership: MembershipConfig::default(),
             groups: GroupConfig { witness: role == Role::Witness, ..GroupConfig::default() },
             maintenance: self.config.clone(),
-            compute: Arc::new(NoCompute),
+            compute,
             seed: self.runs,
             clock: Arc::new(move || Timestamp(1_000_000 + run) + started.elapsed()),
         };

@@ -16,7 +16,7 @@ const LOGITS_AT_ONCE: usize = 1 << 17;
 pub(crate) struct Tape {
     /// Per layer: the residual stream before it `[tokens, hidden]`; one more after the last.
     pub(crate) x: Vec<Vec<f32>>,
-    /// Per layer `[tokens, q | k | v]`, unrotated.
+    /// Per layer `[tokens, q | k | v]`, before norms of heads and rotation.
     pub(crate) qkv: Vec<Vec<f32>>,
     /// Per layer: attention's result `[tokens, heads · head_dim]`.
     pub(crate) mixed: Vec<Vec<f32>>,
@@ -29,6 +29,7 @@ pub(crate) struct Tape {
     /// The same after it.
     pub(crate) normed: Vec<f32>,
     h: Vec<f32>,
+    heads: Vec<f32>,
     inner: Vec<f32>,
 }
 
@@ -86,9 +87,10 @@ impl CpuModel {
         let normed = sized(&mut tape.h, tokens * h);
         norm::forward(x, &layer.norm1, self.eps, normed);
         let qkv = sized(&mut tape.qkv[l], tokens * self.shape.qkv_len());
-        layer.qkv.mul(Lhs::rows(normed, h), qkv, false);
+        layer.project(normed, h, qkv);
         let mixed = sized(&mut tape.mixed[l], tokens * self.shape.q_len());
-        packed_forward(qkv, &batch.offsets, self.shape, &self.rope, mixed);
+        let heads = layer.normed_heads(qkv, self.shape, self.eps, &mut tape.heads);
+        packed_forward(heads, &batch.offsets, self.shape, &self.rope, mixed);
         let middle = sized(&mut tape.middle[l], tokens * h);
         middle.copy_from_slice(x);
         layer.output.mul(Lhs::rows(mixed, self.shape.q_len()), middle, true);

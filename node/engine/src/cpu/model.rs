@@ -4,12 +4,25 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use crate::config::LlamaConfig;
+use super::forward::sized;
+use crate::config::{Architecture, LlamaConfig};
 use crate::kernels::attention::AttentionShape;
-use crate::kernels::matmul::Packed;
+use crate::kernels::matmul::{Lhs, Packed};
 use crate::kernels::rope::RopeTable;
-use crate::params::{attention_shape, norm_eps};
+use crate::kernels::{elementwise, norm};
+use crate::params::{attention_shape, check_count, head_index, last_norm_index, layer_params, norm_eps};
 use crate::tensors::with_f32;
+
+/// What the q, k and v projections have besides their matrix.
+#[derive(Debug)]
+pub(crate) enum QkvExtra {
+    /// Nothing (Llama).
+    None,
+    /// A bias `[q | k | v]` (Qwen2).
+    Bias(Vec<f32>),
+    /// RMSNorm weights of q's heads and of k's, `head_dim` each (Qwen3).
+    HeadNorms(Vec<f32>),
+}
 
 /// One decoder layer; `qkv` and `gate_up` are the fused matrices.
 #[derive(Debug)]
@@ -20,6 +33,42 @@ pub(crate) struct CpuLayer {
     pub(crate) norm2: Vec<f32>,
     pub(crate) gate_up: Packed,
     pub(crate) down: Packed,
+    pub(crate) extra: QkvExtra,
+}
+
+impl CpuLayer {
+    /// The projection of normed rows `[tokens, hidden]` to `qkv [tokens, q | k | v]`, bias included.
+    pub(crate) fn project(&self, normed: &[f32], hidden: usize, qkv: &mut [f32]) {
+        let bias = if let QkvExtra::Bias(bias) = &self.extra { Some(bias) } else { None };
+        if let Some(bias) = bias {
+            elementwise::fill_rows(bias, qkv);
+        }
+        self.qkv.mul(Lhs::rows(normed, hidden), qkv, bias.is_some());
+    }
+
+    /// Applies the norms of heads to projected rows in place, where the layer has them.
+    pub(crate) fn norm_heads(&self, qkv: &mut [f32], shape: AttentionShape, eps: f32) {
+        if let QkvExtra::HeadNorms(w) = &self.extra {
+            norm::heads_forward(qkv, w, eps, shape);
+        }
+    }
+
+    /// What attention reads: `qkv` itself, or its normed copy in `buffer`.
+    pub(crate) fn normed_heads<'a>(
+        &self,
+        qkv: &'a [f32],
+        shape: AttentionShape,
+        eps: f32,
+        buffer: &'a mut Vec<f32>,
+    ) -> &'a [f32] {
+        if !matches!(self.extra, QkvExtra::HeadNorms(_)) {
+            return qkv;
+        }
+        let copy = sized(buffer, qkv.len());
+        copy.copy_from_slice(qkv);
+        self.norm_heads(copy, shape, eps);
+        copy
+    }
 }
 
 /// A model that the CPU kernels can run; generation, scoring and training share it.
@@ -44,8 +93,10 @@ pub(crate) struct BackwardPacks {
     pub(crate) layers: Vec<[Packed; 4]>,
     /// The output layer.
     pub(crate) head: Packed,
-    /// The output layer is a parameter of its own.
-    pub(crate) untied: bool,
+    /// Place of the last norm among the parameters.
+    pub(crate) last_norm_index: usize,
+    /// Place of the output layer among them: 0, the embeddings, if tied.
+    pub(crate) head_index: usize,
 }
 
 /// A fused matrix packed for the forward product.
@@ -67,7 +118,8 @@ fn vector(t: &Tensor) -> Result<Vec<f32>> {
 impl CpuModel {
     /// Packs fused parameters, in the order of [`crate::params::fused_spans`]; about one copy of the model.
     pub(crate) fn new(cfg: &LlamaConfig, params: &[Tensor], rope: Arc<RopeTable>) -> Result<Self> {
-        let layers = layer_params(cfg, params)?
+        check_count(cfg, params)?;
+        let layers = layer_params(cfg, params)
             .map(|p| {
                 Ok(CpuLayer {
                     norm1: vector(&p[0])?,
@@ -76,6 +128,11 @@ impl CpuModel {
                     norm2: vector(&p[3])?,
                     gate_up: forward_pack(&p[4])?,
                     down: forward_pack(&p[5])?,
+                    extra: match cfg.architecture {
+                        Architecture::Llama => QkvExtra::None,
+                        Architecture::Qwen2 => QkvExtra::Bias(vector(&p[6])?),
+                        Architecture::Qwen3 => QkvExtra::HeadNorms(vector(&p[6])?),
+                    },
                 })
             })
             .collect::<Result<_>>()?;
@@ -88,8 +145,8 @@ impl CpuModel {
             vocab: cfg.vocab_size,
             embed: vector(&params[0])?,
             layers,
-            norm: vector(&params[1 + cfg.num_hidden_layers * 6])?,
-            head: forward_pack(head_param(cfg, params))?,
+            norm: vector(&params[last_norm_index(cfg)])?,
+            head: forward_pack(&params[head_index(cfg)])?,
         })
     }
 }
@@ -97,23 +154,11 @@ impl CpuModel {
 impl BackwardPacks {
     /// Packs the matrices of fused parameters; another copy of the model.
     pub(crate) fn new(cfg: &LlamaConfig, params: &[Tensor]) -> Result<Self> {
-        let layers = layer_params(cfg, params)?
+        check_count(cfg, params)?;
+        let layers = layer_params(cfg, params)
             .map(|p| Ok([backward_pack(&p[1])?, backward_pack(&p[2])?, backward_pack(&p[4])?, backward_pack(&p[5])?]))
             .collect::<Result<_>>()?;
-        Ok(Self { layers, head: backward_pack(head_param(cfg, params))?, untied: !cfg.tie_word_embeddings })
+        let (last_norm, head) = (last_norm_index(cfg), head_index(cfg));
+        Ok(Self { layers, head: backward_pack(&params[head])?, last_norm_index: last_norm, head_index: head })
     }
-}
-
-/// The six parameters of each layer, after a check of their number.
-fn layer_params<'a>(cfg: &LlamaConfig, params: &'a [Tensor]) -> Result<std::slice::ChunksExact<'a, Tensor>> {
-    let expected = crate::params::fused_spans(cfg).len();
-    if params.len() != expected {
-        candle_core::bail!("expected {expected} parameters, got {}", params.len());
-    }
-    Ok(params[1..=cfg.num_hidden_layers * 6].chunks_exact(6))
-}
-
-/// The output layer: the embeddings if tied, else the last parameter.
-fn head_param<'a>(cfg: &LlamaConfig, params: &'a [Tensor]) -> &'a Tensor {
-    if cfg.tie_word_embeddings { &params[0] } else { &params[params.len() - 1] }
 }

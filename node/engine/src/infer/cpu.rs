@@ -166,7 +166,8 @@ impl CpuRunner {
         s.inner.resize(rows * m.inner, 0.0);
         for (l, layer) in m.layers.iter().enumerate() {
             norm::forward(&s.x, &layer.norm1, m.eps, &mut s.h);
-            layer.qkv.mul(Lhs::rows(&s.h, m.hidden), &mut s.qkv, false);
+            layer.project(&s.h, m.hidden, &mut s.qkv);
+            layer.norm_heads(&mut s.qkv, m.shape, m.eps);
             self.attention(l, work, &mut s.qkv, &mut s.mixed);
             layer.output.mul(Lhs::rows(&s.mixed, m.shape.q_len()), &mut s.x, true);
             norm::forward(&s.x, &layer.norm2, m.eps, &mut s.h);

@@ -8,12 +8,12 @@ use std::sync::Arc;
 use candle_core::{D, DType, Device, Result, Tensor};
 
 use super::runner::Segment;
-use crate::composed::{index, repeat_heads, rms_norm, rotate, softmax, swiglu};
+use crate::composed::{index, project_qkv, repeat_heads, rms_norm, rotate, softmax, swiglu};
 use crate::config::LlamaConfig;
 use crate::error::CheckpointError;
 use crate::kernels::attention::AttentionShape;
 use crate::kernels::rope::RopeTable;
-use crate::params::{attention_shape, fuse, norm_eps};
+use crate::params::{attention_shape, fuse, head_index, last_norm_index, layer_params, norm_eps};
 use crate::weights::Weights;
 
 /// Positions per slot to start with; doubled when a sequence outgrows them.
@@ -42,8 +42,7 @@ pub(crate) struct DeviceRunner {
     shape: AttentionShape,
     rope: Arc<RopeTable>,
     eps: f32,
-    layers: usize,
-    tied: bool,
+    cfg: LlamaConfig,
     lengths: Vec<usize>,
     slab_length: usize,
     slabs: Vec<(Tensor, Tensor)>,
@@ -77,8 +76,7 @@ impl DeviceRunner {
             shape: attention_shape(cfg),
             rope,
             eps: norm_eps(cfg),
-            layers: cfg.num_hidden_layers,
-            tied: cfg.tie_word_embeddings,
+            cfg: cfg.clone(),
             lengths: vec![0; slots],
             slab_length: 0,
             slabs: Vec::new(),
@@ -114,8 +112,8 @@ impl DeviceRunner {
             let more = Tensor::zeros((slots, new - old, width), DType::F32, device)?;
             Tensor::cat(&[&slab.reshape((slots, old, width))?, &more], 1)?.reshape((slots * new, width))
         };
-        let mut slabs = Vec::with_capacity(self.layers);
-        for l in 0..self.layers {
+        let mut slabs = Vec::with_capacity(self.cfg.num_hidden_layers);
+        for l in 0..self.cfg.num_hidden_layers {
             let (k, v) = (self.slabs.get(l).map(|s| &s.0), self.slabs.get(l).map(|s| &s.1));
             slabs.push((widen(k)?, widen(v)?));
         }
@@ -183,10 +181,9 @@ impl DeviceRunner {
         let plan = self.plan(segments)?;
         let params = &self.weights.params;
         let mut x = params[0].index_select(&plan.ids, 0)?;
-        for l in 0..self.layers {
-            let p = &params[1 + l * 6..7 + l * 6];
-            let qkv = rms_norm(&x, &p[0], self.eps)?.matmul(&p[1].t()?)?;
-            let mixed = self.attention(&plan, &qkv, &self.slabs[l])?;
+        for (p, slab) in layer_params(&self.cfg, params).zip(&self.slabs) {
+            let qkv = project_qkv(&self.cfg, self.shape, self.eps, p, &rms_norm(&x, &p[0], self.eps)?)?;
+            let mixed = self.attention(&plan, &qkv, slab)?;
             x = x.add(&mixed.matmul(&p[2].t()?)?)?;
             let inner = swiglu(&rms_norm(&x, &p[3], self.eps)?.matmul(&p[4].t()?)?)?;
             x = x.add(&inner.matmul(&p[5].t()?)?)?;
@@ -205,8 +202,7 @@ impl DeviceRunner {
         }
         let n = rows.len();
         let picked = x.index_select(&Tensor::from_vec(rows, n, &self.weights.device)?, 0)?;
-        let norm = &params[1 + self.layers * 6];
-        let head = if self.tied { &params[0] } else { &params[2 + self.layers * 6] };
+        let (norm, head) = (&params[last_norm_index(&self.cfg)], &params[head_index(&self.cfg)]);
         let out = rms_norm(&picked, norm, self.eps)?.matmul(&head.t()?)?;
         *logits = out.flatten_all()?.to_vec1::<f32>()?;
         Ok(())

@@ -7,7 +7,7 @@ use candle_core::Device;
 
 use super::*;
 use crate::score::sequence_logprobs;
-use crate::testing::tiny_config;
+use crate::testing::{tiny_config, tiny_configs, varied_weights};
 
 type Outcome = (Vec<SampledToken>, Option<Result<FinishReason, EngineError>>);
 
@@ -93,43 +93,47 @@ fn an_answer_continued_by_another_engine_is_the_unbroken_one_bit_for_bit() {
 
 #[test]
 fn scored_logprobs_are_the_sampled_ones_bit_for_bit() {
-    let cfg = tiny_config();
-    let weights = Weights::random(&cfg, &Device::Cpu, 3).unwrap();
-    let p = prompt(21, 2);
-    let (tokens, _) = wait(&start(&engine(InferenceOptions::default()), &p, seeded(5, 30)));
-    let all: Vec<u32> = p.iter().copied().chain(tokens.iter().map(|t| t.id)).collect();
-    let scored = sequence_logprobs(&cfg, &weights, &Device::Cpu, &all).unwrap();
-    for (t, s) in tokens.iter().zip(&scored[p.len()..]) {
-        assert_eq!(t.logprob.to_bits(), s.to_bits());
-        assert_eq!(t.policy_version, 1);
+    for cfg in tiny_configs() {
+        let weights = varied_weights(&cfg, 3);
+        let e = InferenceEngine::spawn(cfg.clone(), weights.clone(), 1, InferenceOptions::default(), Device::Cpu);
+        let p = prompt(21, 2);
+        let (tokens, _) = wait(&start(&e.unwrap(), &p, seeded(5, 30)));
+        let all: Vec<u32> = p.iter().copied().chain(tokens.iter().map(|t| t.id)).collect();
+        let scored = sequence_logprobs(&cfg, &weights, &Device::Cpu, &all).unwrap();
+        assert_eq!(tokens.len(), 30);
+        for (t, s) in tokens.iter().zip(&scored[p.len()..]) {
+            assert_eq!(t.logprob.to_bits(), s.to_bits(), "{:?}", cfg.architecture);
+            assert_eq!(t.policy_version, 1);
+        }
     }
 }
 
 #[test]
 fn the_device_path_draws_the_same_tokens() {
-    let cfg = tiny_config();
-    let weights = Weights::random(&cfg, &Device::Cpu, 3).unwrap();
-    let prepared = Prepared::Device(Arc::new(device::DeviceWeights::new(&cfg, &weights, &Device::Cpu).unwrap()));
-    let mut device = Runner::new(&cfg, prepared, 3);
-    let mut cpu = Runner::new(&cfg, Prepared::new(&cfg, &weights, &Device::Cpu).unwrap(), 3);
-    let (a, b, c) = (prompt(20, 1), prompt(3, 2), prompt(33, 3));
-    for r in [&mut device, &mut cpu] {
-        (0..3).zip([&a, &b, &c]).for_each(|(slot, p)| assert_eq!(r.open(slot, p), 0));
-    }
-    let passes: [Vec<(usize, &[u32])>; 3] = [
-        vec![(0, a.as_slice()), (2, &c[..10])],
-        vec![(1, b.as_slice()), (0, &[5]), (2, &c[10..])],
-        vec![(2, &[9]), (0, &[6]), (1, &[7])],
-    ];
-    for pass in passes {
-        let segments: Vec<_> =
-            pass.iter().map(|&(slot, tokens)| runner::Segment { slot, tokens, wanted: true }).collect();
-        let (mut x, mut y) = (Vec::new(), Vec::new());
-        device.forward(&segments, &mut x).unwrap();
-        cpu.forward(&segments, &mut y).unwrap();
-        assert_eq!(x.len(), segments.len() * 64);
-        // Logits are of order 0.1 to 1 here; f32 sums of some dozens of terms differ by 1e-6.
-        assert!(x.iter().zip(&y).all(|(x, y)| (x - y).abs() < 1e-5));
+    for cfg in tiny_configs() {
+        let weights = varied_weights(&cfg, 3);
+        let prepared = Prepared::Device(Arc::new(device::DeviceWeights::new(&cfg, &weights, &Device::Cpu).unwrap()));
+        let mut device = Runner::new(&cfg, prepared, 3);
+        let mut cpu = Runner::new(&cfg, Prepared::new(&cfg, &weights, &Device::Cpu).unwrap(), 3);
+        let (a, b, c) = (prompt(20, 1), prompt(3, 2), prompt(33, 3));
+        for r in [&mut device, &mut cpu] {
+            (0..3).zip([&a, &b, &c]).for_each(|(slot, p)| assert_eq!(r.open(slot, p), 0));
+        }
+        let passes: [Vec<(usize, &[u32])>; 3] = [
+            vec![(0, a.as_slice()), (2, &c[..10])],
+            vec![(1, b.as_slice()), (0, &[5]), (2, &c[10..])],
+            vec![(2, &[9]), (0, &[6]), (1, &[7])],
+        ];
+        for pass in passes {
+            let segments: Vec<_> =
+                pass.iter().map(|&(slot, tokens)| runner::Segment { slot, tokens, wanted: true }).collect();
+            let (mut x, mut y) = (Vec::new(), Vec::new());
+            device.forward(&segments, &mut x).unwrap();
+            cpu.forward(&segments, &mut y).unwrap();
+            assert_eq!(x.len(), segments.len() * 64);
+            // Logits are of order 0.1 to 1 here; f32 sums of some dozens of terms differ by 1e-6.
+            assert!(x.iter().zip(&y).all(|(x, y)| (x - y).abs() < 1e-5), "{:?}", cfg.architecture);
+        }
     }
 }
 

@@ -82,6 +82,22 @@ pub(crate) fn add_assign(y: &mut [f32], x: &[f32]) {
     });
 }
 
+/// Every row of `y` becomes `row`.
+pub(crate) fn fill_rows(row: &[f32], y: &mut [f32]) {
+    y.chunks_exact_mut(row.len().max(1)).for_each(|y| y.copy_from_slice(row));
+}
+
+/// `sums[c] += Σ_r x[r, c]` for `x [rows, width]`; each sum walks the rows in order, whatever the number of threads.
+pub(crate) fn add_column_sums(x: &[f32], width: usize, sums: &mut [f32]) {
+    const COLUMNS: usize = 64;
+    par::chunks_mut(sums, COLUMNS, |i, sums| {
+        for row in x.chunks_exact(width) {
+            let row = &row[i * COLUMNS..i * COLUMNS + sums.len()];
+            sums.iter_mut().zip(row).for_each(|(s, &v)| *s += v);
+        }
+    });
+}
+
 /// Sum of squares in f64, in a fixed order.
 pub(crate) fn sum_squares(x: &[f32]) -> f64 {
     let mut lanes = [0f64; 8];

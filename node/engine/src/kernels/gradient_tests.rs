@@ -52,6 +52,41 @@ fn rms_norm_has_the_gradients_of_its_forward() {
 }
 
 #[test]
+fn norms_of_heads_have_the_gradients_of_their_forward_and_leave_values_alone() {
+    // 70 tokens cross the block over which the weights' gradient is summed.
+    let (tokens, shape) = (70, AttentionShape { heads: 3, kv_heads: 1, head_dim: 6 });
+    let (x, w) = (wave(tokens * shape.qkv_len(), 0.1), wave(2 * shape.head_dim, 1.3));
+    let forward = |x: &[f32], w: &[f32]| {
+        let mut y = x.to_vec();
+        norm::heads_forward(&mut y, w, 1e-5, shape);
+        y
+    };
+    let y = forward(&x, &w);
+    for (x, y) in x.chunks_exact(shape.qkv_len()).zip(y.chunks_exact(shape.qkv_len())) {
+        let v = shape.q_len() + shape.kv_len();
+        assert_eq!(x[v..], y[v..]);
+        assert_ne!(x[..v], y[..v]);
+    }
+    let (mut g, mut dw) = (wave(x.len(), 0.4), vec![0f32; w.len()]);
+    norm::heads_backward(&x, &w, 1e-5, shape, &mut g, &mut dw);
+    check("x", &x, &g, |x| forward(x, &w));
+    check("w", &w, &dw, |w| forward(&x, w));
+}
+
+#[test]
+fn a_bias_has_the_sum_of_the_gradients() {
+    let (rows, n) = (70, 19);
+    let (b, g) = (wave(n, 0.7), wave(rows * n, 0.4));
+    let mut db = vec![0f32; n];
+    elementwise::add_column_sums(&g, n, &mut db);
+    check("bias", &b, &db, |b| {
+        let mut y = vec![0f32; rows * n];
+        elementwise::fill_rows(b, &mut y);
+        y
+    });
+}
+
+#[test]
 fn swiglu_has_the_gradient_of_its_forward() {
     let (rows, inner) = (3, 19);
     let (x, g) = (wave(rows * 2 * inner, 0.2), wave(rows * inner, 0.4));
@@ -101,7 +136,7 @@ fn rotated_attention_has_the_gradient_of_its_forward_over_packed_sequences() {
     // Lengths 1, 18 (crosses a block of 16) and 7; widths with and without whole registers, one head per group and two.
     for (heads, kv_heads, head_dim) in [(4, 2, 6), (2, 2, 16), (3, 1, 10)] {
         let shape = AttentionShape { heads, kv_heads, head_dim };
-        let rope = RopeTable::new(head_dim, 10_000.0, 32);
+        let rope = RopeTable::new(head_dim, 10_000.0, None, 32);
         let offsets = [0, 1, 19, 26];
         let (x, g) = (wave(26 * shape.qkv_len(), 0.3), wave(26 * shape.q_len(), 0.4));
         let mut dx = vec![0f32; x.len()];
@@ -117,7 +152,7 @@ fn rotated_attention_has_the_gradient_of_its_forward_over_packed_sequences() {
 #[test]
 fn every_instruction_set_computes_the_same_within_rounding() {
     let shape = AttentionShape { heads: 2, kv_heads: 1, head_dim: 24 };
-    let rope = RopeTable::new(24, 10_000.0, 32);
+    let rope = RopeTable::new(24, 10_000.0, None, 32);
     let run = || {
         let mut out = Vec::new();
         let x = wave(20 * shape.qkv_len(), 0.3);

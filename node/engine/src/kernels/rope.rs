@@ -1,5 +1,7 @@
 //! Rotary position embedding with the half-split (NeoX, Hugging Face) pairing.
 
+use crate::config::Llama3Scaling;
+
 /// Cosines and sines for positions `0..positions`, each `[positions, head_dim / 2]`.
 #[derive(Debug)]
 pub(crate) struct RopeTable {
@@ -9,15 +11,17 @@ pub(crate) struct RopeTable {
 }
 
 impl RopeTable {
-    /// Angles `position · theta^(-2i / head_dim)`, the product taken in f32 as `transformers` does.
+    /// Angles `position · theta^(-2i / head_dim)`, the frequencies scaled if asked for, the product taken in f32 as
+    /// `transformers` does.
     #[expect(
         clippy::cast_precision_loss,
         clippy::cast_possible_truncation,
         reason = "positions and dimensions are below 2^24; f32 is the reference's precision"
     )]
-    pub(crate) fn new(head_dim: usize, theta: f64, positions: usize) -> Self {
+    pub(crate) fn new(head_dim: usize, theta: f64, scaling: Option<&Llama3Scaling>, positions: usize) -> Self {
         let half = head_dim / 2;
-        let freqs: Vec<f32> = (0..half).map(|i| (1.0 / theta.powf(2.0 * i as f64 / head_dim as f64)) as f32).collect();
+        let freqs = (0..half).map(|i| 1.0 / theta.powf(2.0 * i as f64 / head_dim as f64));
+        let freqs: Vec<f32> = freqs.map(|f| scaling.map_or(f, |s| s.scale(f)) as f32).collect();
         let mut cos = Vec::with_capacity(positions * half);
         let mut sin = Vec::with_capacity(positions * half);
         for p in 0..positions {

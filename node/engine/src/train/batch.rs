@@ -1,4 +1,6 @@
-//! Samples, their validation, and their split into micro-batches.
+//! Samples, their validation, and their split into minibatches and micro-batches.
+
+use std::ops::Range;
 
 use crate::config::LlamaConfig;
 use crate::error::TrainError;
@@ -6,8 +8,8 @@ use crate::packing::PackedSequences;
 
 use super::loss::TokenTerm;
 
-/// One token sequence to train on: a prompt with its answer.
-#[derive(Clone, Debug, PartialEq)]
+/// One token sequence to train on: a prompt with its answer, or a timeline of several turns.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sample {
     /// Prompt and answer ids, in order.
     pub tokens: Vec<u32>,
@@ -17,6 +19,11 @@ pub struct Sample {
     pub behaviour_logprobs: Vec<f32>,
     /// Advantage of every trained token of this sample.
     pub advantage: f32,
+    /// Same length as `tokens`: versions between the weights that are trained and those that sampled the token. Empty: 0.
+    pub staleness: Vec<u32>,
+    /// Samples of one episode have one number and follow one another: what an algorithm does to a sequence, it does to
+    /// an episode. `None`: an episode of its own.
+    pub episode: Option<u64>,
 }
 
 /// Samples that go through one forward and backward pass together.
@@ -29,7 +36,8 @@ pub(crate) struct MicroBatch {
 }
 
 /// Refuses samples that a step could not use.
-pub(crate) fn check_samples(cfg: &LlamaConfig, batch: &[Sample], policy_gradient: bool) -> Result<(), TrainError> {
+pub(crate) fn check_samples(cfg: &LlamaConfig, batch: &[Sample], has_behaviour: bool) -> Result<(), TrainError> {
+    let mut seen = std::collections::BTreeSet::new();
     for (sample, s) in batch.iter().enumerate() {
         let wrong = |field, expected: String, got: String| Err(TrainError::Sample { sample, field, expected, got });
         let len = s.tokens.len();
@@ -45,7 +53,14 @@ pub(crate) fn check_samples(cfg: &LlamaConfig, batch: &[Sample], policy_gradient
         if s.loss_mask[0] {
             return wrong("loss_mask", "false for the first token, which nothing predicts".into(), "true".into());
         }
-        if !policy_gradient {
+        if !s.staleness.is_empty() && s.staleness.len() != len {
+            return wrong("staleness", format!("none, or {len} entries"), s.staleness.len().to_string());
+        }
+        let goes_on = sample > 0 && s.episode.is_some() && batch[sample - 1].episode == s.episode;
+        if let Some(episode) = s.episode.filter(|e| !goes_on && !seen.insert(*e)) {
+            return wrong("episode", "samples of one episode one after another".into(), episode.to_string());
+        }
+        if !has_behaviour {
             continue;
         }
         if s.behaviour_logprobs.len() != len {
@@ -62,10 +77,33 @@ pub(crate) fn check_samples(cfg: &LlamaConfig, batch: &[Sample], policy_gradient
     Ok(())
 }
 
-/// Cuts a batch into micro-batches of at most `tokens_max` tokens (a longer sample goes alone), in order.
+/// The episodes of a checked batch, as ranges of samples.
+pub(crate) fn episodes(batch: &[Sample]) -> Vec<Range<usize>> {
+    let mut out: Vec<Range<usize>> = Vec::new();
+    for (i, s) in batch.iter().enumerate() {
+        match out.last_mut() {
+            Some(last) if s.episode.is_some() && batch[i - 1].episode == s.episode => last.end = i + 1,
+            _ => out.push(i..i + 1),
+        }
+    }
+    out
+}
+
+/// Cuts a checked batch into at most `parts` consecutive ranges of samples whose numbers of episodes differ by at most
+/// one; no episode is split.
+pub(crate) fn minibatches(batch: &[Sample], parts: usize) -> Vec<Range<usize>> {
+    let episodes = episodes(batch);
+    let parts = parts.clamp(1, episodes.len().max(1));
+    let start = |episode: usize| episodes.get(episode).map_or(batch.len(), |e| e.start);
+    let n = episodes.len();
+    (0..parts).map(|i| start(n * i / parts)..start(n * (i + 1) / parts)).collect()
+}
+
+/// Cuts a batch into micro-batches of at most `tokens_max` tokens (a longer sample goes alone), in order. `terms` are
+/// those of each sample.
 ///
 /// The cut depends on the batch only, so that sums have one order on any number of threads.
-pub(crate) fn micro_batches(batch: &[Sample], tokens_max: usize) -> Vec<MicroBatch> {
+pub(crate) fn micro_batches(batch: &[Sample], terms: &[Vec<TokenTerm>], tokens_max: usize) -> Vec<MicroBatch> {
     let mut out = Vec::new();
     let mut first = 0;
     while first < batch.len() {
@@ -78,16 +116,50 @@ pub(crate) fn micro_batches(batch: &[Sample], tokens_max: usize) -> Vec<MicroBat
         let part = &batch[first..end];
         let packed = PackedSequences::new(part.iter().map(|s| (s.tokens.as_slice(), s.loss_mask.as_slice())));
         if !packed.rows.is_empty() {
-            out.push(MicroBatch { packed, terms: part.iter().flat_map(terms).collect() });
+            out.push(MicroBatch { packed, terms: terms[first..end].concat() });
         }
         first = end;
     }
     out
 }
 
-fn terms(s: &Sample) -> impl Iterator<Item = TokenTerm> + '_ {
-    s.loss_mask.iter().enumerate().filter(|(_, m)| **m).map(|(t, _)| TokenTerm {
-        behaviour_logprob: s.behaviour_logprobs.get(t).copied().unwrap_or(0.0),
-        advantage: s.advantage,
-    })
+/// The terms of each sample's trained tokens, as far as the sample alone says.
+#[expect(clippy::cast_precision_loss, reason = "a few versions")]
+pub(crate) fn terms(batch: &[Sample]) -> Vec<Vec<TokenTerm>> {
+    let of_sample = |s: &Sample| {
+        let term = |t: usize| {
+            let behind = s.staleness.get(t).copied().unwrap_or(0) as f32;
+            TokenTerm {
+                behaviour_logprob: s.behaviour_logprobs.get(t).copied().unwrap_or(0.0),
+                advantage: s.advantage,
+                shortcut: behind / (behind + 1.0),
+                ..TokenTerm::default()
+            }
+        };
+        s.loss_mask.iter().enumerate().filter(|(_, m)| **m).map(|(t, _)| term(t)).collect()
+    };
+    batch.iter().map(of_sample).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn minibatches_never_split_an_episode() {
+        let sample = |episode| Sample { tokens: vec![1], loss_mask: vec![false], episode, ..Sample::default() };
+        let batch: Vec<Sample> =
+            [Some(7), Some(7), None, None, Some(1), Some(1), Some(1), Some(2)].map(sample).to_vec();
+        assert_eq!(episodes(&batch), [0..2, 2..3, 3..4, 4..7, 7..8]);
+        assert_eq!(minibatches(&batch, 2), [0..3, 3..8]);
+        assert_eq!(minibatches(&batch, 9), [0..2, 2..3, 3..4, 4..7, 7..8]);
+        assert_eq!(minibatches(&batch, 1), std::slice::from_ref(&(0..8)));
+    }
+
+    /// As it was when a sample was an episode.
+    #[test]
+    fn single_samples_are_cut_evenly() {
+        let batch = vec![Sample::default(); 10];
+        assert_eq!(minibatches(&batch, 4), [0..2, 2..5, 5..7, 7..10]);
+    }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{Device, Tensor, Var};
 
 use super::batch::MicroBatch;
-use super::loss::{LossSums, Objective};
+use super::loss::{Loss, LossSums};
 use crate::config::LlamaConfig;
 use crate::cpu::CpuModel;
 use crate::cpu::backward::BackwardScratch;
@@ -63,13 +63,49 @@ impl GradientPlan<'_> {
         &self,
         params: &[Tensor],
         micro: &[MicroBatch],
-        objective: Objective,
+        loss: &Loss,
     ) -> Result<BatchGradients, TrainError> {
         let trained: usize = micro.iter().map(|m| m.terms.len()).sum();
         if params.iter().all(|p| p.device().is_cpu()) {
-            self.compute_cpu(params, micro, objective, trained)
+            self.compute_cpu(params, micro, loss, trained)
         } else {
-            self.compute_device(params, micro, objective, trained)
+            self.compute_device(params, micro, loss, trained)
+        }
+    }
+
+    /// Log-probability of every row of `micro`, in order, without gradients. Runs in the caller's pool.
+    ///
+    /// # Errors
+    /// `NonFinite` if one is not a number; `Tensor` if the device fails.
+    pub(crate) fn logprobs(&self, params: &[Tensor], micro: &[MicroBatch]) -> Result<Vec<f32>, TrainError> {
+        let rows = if params.iter().all(|p| p.device().is_cpu()) {
+            let model = CpuModel::new(self.cfg, params, Arc::clone(self.rope))?;
+            let lanes = self.lanes.clamp(1, micro.len().max(1));
+            let results: Vec<Mutex<Vec<f32>>> = (0..lanes).map(|_| Mutex::default()).collect();
+            let run = |lane: usize| {
+                let mut tape = Tape::default();
+                let part = &micro[micro.len() * lane / lanes..micro.len() * (lane + 1) / lanes];
+                let rows = part.iter().flat_map(|m| model.logprobs(&m.packed, &mut tape)).collect();
+                *results[lane].lock().unwrap_or_else(PoisonError::into_inner) = rows;
+            };
+            if lanes > 1 {
+                par::for_each(lanes, |lane| par::serial(|| run(lane)));
+            } else {
+                run(0);
+            }
+            results.into_iter().flat_map(|r| r.into_inner().unwrap_or_else(PoisonError::into_inner)).collect()
+        } else {
+            let model = DeviceModel::new(self.cfg, params.to_vec(), Arc::clone(self.rope))?;
+            let mut rows = Vec::new();
+            for part in micro {
+                rows.extend(to_host(&model.logprobs(&part.packed)?.detach(), "logprobs")?);
+            }
+            rows
+        };
+        let logprobs: Vec<f32> = rows.chunks_exact(2).map(|r| r[0]).collect();
+        match logprobs.iter().find(|l| !l.is_finite()) {
+            Some(l) => Err(TrainError::NonFinite { what: "log-probability", got: f64::from(*l) }),
+            None => Ok(logprobs),
         }
     }
 
@@ -78,7 +114,7 @@ impl GradientPlan<'_> {
         &self,
         params: &[Tensor],
         micro: &[MicroBatch],
-        objective: Objective,
+        loss: &Loss,
         trained: usize,
     ) -> Result<BatchGradients, TrainError> {
         let model = CpuModel::new(self.cfg, params, Arc::clone(self.rope))?;
@@ -90,7 +126,7 @@ impl GradientPlan<'_> {
             let part = &micro[micro.len() * lane / lanes..micro.len() * (lane + 1) / lanes];
             let mut buffer = buffers.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
             let done =
-                run_lane(&model, &packs, part, &mut buffer, |rows, m| derivatives(rows, m, objective, trained), params);
+                run_lane(&model, &packs, part, &mut buffer, |rows, m| derivatives(rows, m, loss, trained), params);
             buffers.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
             *results[lane].lock().unwrap_or_else(PoisonError::into_inner) = done;
         };
@@ -121,7 +157,7 @@ impl GradientPlan<'_> {
         &self,
         params: &[Tensor],
         micro: &[MicroBatch],
-        objective: Objective,
+        loss: &Loss,
         trained: usize,
     ) -> Result<BatchGradients, TrainError> {
         let vars = params.iter().map(Var::from_tensor).collect::<candle_core::Result<Vec<_>>>()?;
@@ -131,10 +167,9 @@ impl GradientPlan<'_> {
         let mut sum: Vec<Option<Tensor>> = vec![None; tensors.len()];
         for part in micro {
             let out = model.logprobs(&part.packed)?;
-            let (g, sums) = derivatives(&to_host(&out, "loss")?, part, objective, trained)?;
+            let (g, sums) = derivatives(&to_host(&out, "loss")?, part, loss, trained)?;
             total.add(&sums);
-            let weights: Vec<f32> = g.into_iter().flat_map(|g| [g, 0.0]).collect();
-            let weights = Tensor::from_vec(weights, out.dims(), out.device())?;
+            let weights = Tensor::from_vec(g, out.dims(), out.device())?;
             let mut store = out.mul(&weights)?.sum_all()?.backward()?;
             for (sum, p) in sum.iter_mut().zip(&tensors) {
                 let Some(g) = store.remove(p) else { continue };
@@ -176,23 +211,20 @@ fn run_lane(
     lane
 }
 
-/// The mean loss's derivative by each row's log-probability, and the loss sums, from `[rows, 2]` model outputs.
+/// The mean loss's derivatives by each row's log-probability and entropy, `[rows, 2]`, and the loss sums, from
+/// `[rows, 2]` model outputs.
 #[expect(clippy::cast_precision_loss, reason = "token counts are below 2^24")]
 fn derivatives(
     rows: &[f32],
     part: &MicroBatch,
-    objective: Objective,
+    loss: &Loss,
     trained: usize,
 ) -> Result<(Vec<f32>, LossSums), TrainError> {
     let mut sums = LossSums::default();
     let scale = 1.0 / trained as f32;
     let rows = rows.chunks_exact(2).zip(&part.terms);
-    let g = rows.map(|(row, &term)| objective.token(row[0], row[1], term, &mut sums) * scale).collect();
-    if sums.loss.is_finite() && sums.kl.is_finite() && sums.entropy.is_finite() {
-        Ok((g, sums))
-    } else {
-        Err(TrainError::NonFinite { what: "loss", got: sums.loss })
-    }
+    let g = rows.flat_map(|(row, term)| loss.token(row[0], row[1], term, &mut sums).map(|g| g * scale)).collect();
+    if sums.is_finite() { Ok((g, sums)) } else { Err(TrainError::NonFinite { what: "loss", got: sums.loss }) }
 }
 
 /// Euclidean norm over all gradients, summed in f64 in a fixed order.
@@ -217,9 +249,10 @@ pub(crate) fn global_norm(grads: &[Tensor]) -> candle_core::Result<f64> {
 mod tests {
     use super::*;
     use crate::params::{fuse, rope_table};
-    use crate::testing::tiny_config;
-    use crate::train::batch::{Sample, micro_batches};
+    use crate::testing::{tiny_config, tiny_configs, varied_weights};
+    use crate::train::batch::{Sample, micro_batches, terms};
     use crate::weights::Weights;
+    use starling_protocol::algorithm::{Objective, Preset};
 
     fn samples() -> Vec<Sample> {
         (0u16..7)
@@ -230,6 +263,7 @@ mod tests {
                     loss_mask: (0..len).map(|t| t > 2 && t % 3 != 0).collect(),
                     behaviour_logprobs: (0u16..).take(len).map(|t| -4.2 + f32::from(t % 5) * 0.05).collect(),
                     advantage: if i % 2 == 0 { 1.0 } else { -0.5 },
+                    ..Sample::default()
                 }
             })
             .collect()
@@ -239,26 +273,23 @@ mod tests {
     /// dozens of f32 roundings of the longest sums.
     #[test]
     fn own_kernels_and_candles_autograd_agree_and_reach_every_parameter() {
-        for tied in [true, false] {
-            let mut cfg = tiny_config();
-            cfg.tie_word_embeddings = tied;
-            let weights = Weights::random(&cfg, &Device::Cpu, 5).unwrap();
-            let params = fuse(&cfg, &weights, &Device::Cpu).unwrap();
-            let micro = micro_batches(&samples(), 60);
+        for cfg in tiny_configs() {
+            let params = fuse(&cfg, &varied_weights(&cfg, 5), &Device::Cpu).unwrap();
+            let micro = micro_batches(&samples(), &terms(&samples()), 60);
             assert!(micro.len() > 2);
             let trained = micro.iter().map(|m| m.terms.len()).sum();
             let plan = GradientPlan { cfg: &cfg, rope: &rope_table(&cfg), lanes: 4 };
             let objective = Objective::PolicyGradient { clip_low: 0.2, clip_high: 0.28 };
             let own = plan.compute(&params, &micro, objective).unwrap();
-            let other = plan.compute_device(&params, &micro, objective, trained).unwrap();
+            let other = plan.compute_device(&params, &micro, loss, trained).unwrap();
             assert!((own.sums.loss - other.sums.loss).abs() < 1e-5 * own.sums.loss.abs());
             assert_eq!((own.sums.tokens, own.sums.clipped), (other.sums.tokens, other.sums.clipped));
             for (i, (a, b)) in own.grads.iter().zip(&other.grads).enumerate() {
                 let (a, b) = (to_host(a, "").unwrap(), to_host(b, "").unwrap());
                 let largest = b.iter().fold(0f32, |m, v| m.max(v.abs()));
-                assert!(largest > 0.0, "parameter {i} has no gradient");
+                assert!(largest > 0.0, "{:?}: parameter {i} has no gradient", cfg.architecture);
                 for (a, b) in a.iter().zip(&b) {
-                    assert!((a - b).abs() <= 1e-5 * largest, "parameter {i}: {a} against {b}");
+                    assert!((a - b).abs() <= 1e-5 * largest, "{:?}, parameter {i}: {a} against {b}", cfg.architecture);
                 }
             }
         }
@@ -268,11 +299,11 @@ mod tests {
     fn sums_have_the_same_bits_on_one_thread_and_on_three() {
         let cfg = tiny_config();
         let params = fuse(&cfg, &Weights::random(&cfg, &Device::Cpu, 5).unwrap(), &Device::Cpu).unwrap();
-        let micro = micro_batches(&samples(), 30);
+        let micro = micro_batches(&samples(), &terms(&samples()), 30);
         let run = |threads: usize| {
             let plan = GradientPlan { cfg: &cfg, rope: &rope_table(&cfg), lanes: 3 };
             let pool = par::pool(threads, 0, "test").unwrap();
-            let out = pool.install(|| plan.compute(&params, &micro, Objective::CrossEntropy)).unwrap();
+            let out = pool.install(|| plan.compute(&params, &micro, &Loss::cross_entropy())).unwrap();
             out.grads.iter().map(|g| to_host(g, "").unwrap()).collect::<Vec<_>>()
         };
         assert_eq!(run(1), run(3));
@@ -282,11 +313,11 @@ mod tests {
     fn one_lane_on_three_threads_agrees_with_its_own_run_on_one() {
         let cfg = tiny_config();
         let params = fuse(&cfg, &Weights::random(&cfg, &Device::Cpu, 5).unwrap(), &Device::Cpu).unwrap();
-        let micro = micro_batches(&samples(), 200);
+        let micro = micro_batches(&samples(), &terms(&samples()), 200);
         let run = |threads: usize| {
             let plan = GradientPlan { cfg: &cfg, rope: &rope_table(&cfg), lanes: 1 };
             let pool = par::pool(threads, 0, "test").unwrap();
-            let out = pool.install(|| plan.compute(&params, &micro, Objective::CrossEntropy)).unwrap();
+            let out = pool.install(|| plan.compute(&params, &micro, &Loss::cross_entropy())).unwrap();
             out.grads.iter().map(|g| to_host(g, "").unwrap()).collect::<Vec<_>>()
         };
         assert_eq!(run(1), run(3));

@@ -4,6 +4,7 @@ pub(crate) mod batch;
 pub(crate) mod gradients;
 pub(crate) mod loss;
 pub(crate) mod optim;
+mod peak;
 mod state;
 
 use std::sync::Arc;
@@ -13,8 +14,9 @@ use candle_core::{Device, Tensor};
 
 pub use batch::Sample;
 use gradients::{GradientPlan, global_norm};
-use loss::{LossSums, Objective};
+use loss::{Loss, LossSums, TokenTerm};
 use optim::{AdamW, Slot};
+use starling_protocol::algorithm::{AlgorithmSpec, Preset};
 
 use crate::config::LlamaConfig;
 use crate::error::TrainError;
@@ -46,13 +48,11 @@ pub struct TrainerConfig {
     pub weight_decay: f64,
     /// Gradients are scaled down to this Euclidean norm; 0 = never.
     pub max_grad_norm: f64,
-    /// The ratio counts down to `1 - clip_low`; in [0, 1].
-    pub clip_low: f32,
-    /// The ratio counts up to `1 + clip_high`; at least 0.
-    pub clip_high: f32,
-    /// Optimizer updates per `step()`: the batch is cut into this many consecutive parts.
+    /// The loss.
+    pub algorithm: AlgorithmSpec,
+    /// Optimizer updates per `step()`: the batch is cut into this many consecutive parts, between episodes.
     pub minibatches: usize,
-    /// Most tokens in one forward and backward pass; bounds memory. A longer sample goes alone. At most 512 on the CPU.
+    /// Most tokens in one forward and backward pass; bounds memory. The gradients of an update's passes are accumulated. A longer sample goes alone. At most 512 on the CPU.
     pub micro_batch_tokens: usize,
     /// Threads of the trainer's own pool.
     pub threads: usize,
@@ -69,8 +69,7 @@ impl Default for TrainerConfig {
             eps: 1e-8,
             weight_decay: 0.0,
             max_grad_norm: 1.0,
-            clip_low: 0.2,
-            clip_high: 0.28,
+            algorithm: Preset::Dapo.spec(256),
             minibatches: 1,
             micro_batch_tokens: 4096,
             threads: 2,
@@ -90,12 +89,25 @@ pub struct StepReport {
     pub tokens: u64,
     /// Tokens that trained.
     pub trained_tokens: u64,
-    /// Share of trained tokens whose gradient the ratio clip cut off.
+    /// Share of trained tokens whose gradient a clip cut off or down.
     pub clip_fraction: f64,
+    /// Share of trained tokens that a correction or the outlier guard dropped.
+    pub masked_fraction: f64,
+    /// Mean weight of the correction over trained tokens; 1 without one.
+    pub correction_weight: f64,
+    /// Trained tokens with a log-ratio beyond ±20, which was cut there.
+    pub ratios_out_of_range: u64,
     /// Mean of `k - 1 - ln k`, `k = π/μ`: mismatch of the trainer with the behaviour policy, in nats.
     pub approx_kl: f64,
+    /// Mean of the algorithm's own estimate of the divergence from the reference weights, in nats; 0 without one.
+    pub reference_kl: f64,
     /// Mean entropy of the distributions that trained tokens were drawn from, in nats.
     pub entropy: f64,
+    /// Learning rate of the updates.
+    pub learning_rate: f64,
+    /// Arithmetic of the updates, `6 · parameters · tokens` of forward and backward (recomputing not counted), over
+    /// wall-clock time, as a share of what the same threads reached in a large product; 0 where it was not measured.
+    pub mfu: f64,
     /// Wall-clock time in milliseconds.
     pub step_ms: f64,
 }
@@ -109,8 +121,12 @@ pub struct Trainer {
     device: Device,
     rope: Arc<RopeTable>,
     slots: Vec<Slot>,
+    /// Fused parameters of the reference policy, if the algorithm has one.
+    reference: Option<Vec<Tensor>>,
     updates: u64,
     pool: rayon::ThreadPool,
+    /// Floating-point operations a second of the pool in a large product; 0 = not measured.
+    peak_flops: f64,
 }
 
 impl std::fmt::Debug for Trainer {
@@ -137,19 +153,35 @@ impl Trainer {
             .collect::<candle_core::Result<Vec<_>>>()?;
         let pool = par::pool(tc.threads, tc.nice, "starling-train")
             .map_err(|e| TrainError::Threads { what: e.to_string() })?;
-        Ok(Self { rope: rope_table(&cfg), cfg, options: tc, device, slots, updates: 0, pool })
+        let rope = rope_table(&cfg);
+        Ok(Self { rope, cfg, options: tc, device, slots, reference: None, updates: 0, pool, peak_flops: 0.0 })
     }
 
-    /// One GRPO step: PPO-clip loss, mean over all trained tokens of each minibatch, with the given advantages.
-    ///
-    /// The ratio is taken against `behaviour_logprobs`. `minibatches` updates follow one another.
+    /// Sets the weights that [`AlgorithmSpec::kl`] compares with; they take as much memory as the model again.
     ///
     /// # Errors
-    /// `Sample` or `NothingToTrain` for the batch, `NonFinite` for a broken loss or gradient: nothing has changed then.
+    /// `Weights` if they do not fit the configuration, `Tensor` for want of memory; nothing has changed then.
+    pub fn set_reference(&mut self, weights: &Weights) -> Result<(), TrainError> {
+        self.reference = Some(fuse(&self.cfg, weights, &self.device)?);
+        Ok(())
+    }
+
+    /// Measures what the trainer's threads reach in a large product, for [`StepReport::mfu`]: some tens of
+    /// milliseconds. On the CPU only.
+    pub fn measure_peak(&mut self) {
+        if self.device.is_cpu() {
+            self.peak_flops = self.pool.install(peak::flops_per_s);
+        }
+    }
+
+    /// One step of the configured algorithm with the given advantages: `minibatches` updates, one after another.
+    ///
+    /// # Errors
+    /// `Sample` or `NothingToTrain` for the batch, `NonFinite` for a broken loss or gradient, `InvalidOption` when the
+    /// algorithm has a KL and no reference was set: nothing has changed then.
     pub fn step(&mut self, batch: &[Sample]) -> Result<StepReport, TrainError> {
-        let objective =
-            Objective::PolicyGradient { clip_low: self.options.clip_low, clip_high: self.options.clip_high };
-        self.run(batch, objective)
+        let loss = Loss { spec: self.options.algorithm.clone(), has_behaviour: true };
+        self.run(batch, &loss)
     }
 
     /// One step of cross-entropy on the trained tokens; advantages and behaviour log-probabilities are not read.
@@ -157,7 +189,7 @@ impl Trainer {
     /// # Errors
     /// As [`Trainer::step`].
     pub fn supervised_step(&mut self, batch: &[Sample]) -> Result<StepReport, TrainError> {
-        self.run(batch, Objective::CrossEntropy)
+        self.run(batch, &Loss::cross_entropy())
     }
 
     /// Learning rate of later updates. A value that is not finite and above 0 is ignored with a warning.
@@ -174,8 +206,7 @@ impl Trainer {
     /// # Errors
     /// `Tensor` if the device has no room for the split matrices.
     pub fn weights(&self) -> Result<Weights, TrainError> {
-        let values: Vec<Tensor> = self.slots.iter().map(|s| s.value.clone()).collect();
-        Ok(Weights::from_ordered(split(&self.cfg, &values)?))
+        Ok(Weights::from_ordered(split(&self.cfg, &values(&self.slots))?))
     }
 
     /// Optimizer updates so far.
@@ -185,15 +216,21 @@ impl Trainer {
     }
 
     /// Runs all minibatches and commits only when every one succeeded.
-    fn run(&mut self, batch: &[Sample], objective: Objective) -> Result<StepReport, TrainError> {
+    fn run(&mut self, batch: &[Sample], loss: &Loss) -> Result<StepReport, TrainError> {
         let start = Instant::now();
-        batch::check_samples(&self.cfg, batch, objective != Objective::CrossEntropy)?;
+        batch::check_samples(&self.cfg, batch, loss.has_behaviour)?;
+        let parts = batch::minibatches(batch, self.options.minibatches);
+        let mut terms = batch::terms(batch);
+        self.pool.install(|| self.look_back(batch, loss, parts.len(), &mut terms))?;
         let mut slots = self.slots.clone();
         let mut updates = self.updates;
         let mut total = LossSums::default();
         let mut norms = 0.0;
-        for part in minibatches(batch, self.options.minibatches) {
-            if let Some((next, sums, norm)) = self.pool.install(|| self.update(&slots, part, objective, updates + 1))? {
+        for part in parts {
+            let (samples, terms) = (&batch[part.clone()], &mut terms[part]);
+            let moved = updates > self.updates;
+            let update = self.pool.install(|| self.update(&slots, samples, terms, loss, updates + 1, moved))?;
+            if let Some((next, sums, norm)) = update {
                 slots = next;
                 updates += 1;
                 total.add(&sums);
@@ -207,33 +244,95 @@ impl Trainer {
         self.slots = slots;
         self.updates = updates;
         let trained = to_f64(total.tokens);
+        let tokens: u64 = batch.iter().map(|s| s.tokens.len() as u64).sum();
+        let seconds = start.elapsed().as_secs_f64();
+        let flops = 6.0 * to_f64(self.cfg.parameter_count()) * to_f64(tokens);
         Ok(StepReport {
             loss: total.loss / trained,
             grad_norm: norms / made,
-            tokens: batch.iter().map(|s| s.tokens.len() as u64).sum(),
+            tokens,
             trained_tokens: total.tokens,
             clip_fraction: to_f64(total.clipped) / trained,
+            masked_fraction: to_f64(total.masked) / trained,
+            correction_weight: total.correction / trained,
+            ratios_out_of_range: total.out_of_range,
             approx_kl: total.kl / trained,
+            reference_kl: total.reference_kl / trained,
             entropy: total.entropy / trained,
-            step_ms: start.elapsed().as_secs_f64() * 1e3,
+            learning_rate: self.options.learning_rate,
+            mfu: if self.peak_flops > 0.0 { flops / (seconds * self.peak_flops) } else { 0.0 },
+            step_ms: seconds * 1e3,
         })
     }
 
-    /// One optimizer update; `None` if no token of `part` trains.
+    /// What a loss has to know before the first update: log-probabilities under the reference and under the weights of
+    /// the step's start.
+    fn look_back(
+        &self,
+        batch: &[Sample],
+        loss: &Loss,
+        minibatches: usize,
+        terms: &mut [Vec<TokenTerm>],
+    ) -> Result<(), TrainError> {
+        if loss.spec.needs_reference() {
+            let Some(reference) = &self.reference else {
+                let (field, expected) = ("algorithm.kl", "reference weights set beforehand");
+                return Err(TrainError::InvalidOption { field, expected, got: "none".into() });
+            };
+            let logprobs = self.logprobs(reference, batch, terms)?;
+            for (t, l) in terms.iter_mut().flatten().zip(logprobs.into_iter().flatten()) {
+                t.reference_logprob = l;
+            }
+        }
+        if loss.needs_old_pass(minibatches) {
+            let logprobs = self.logprobs(&values(&self.slots), batch, terms)?;
+            for (t, l) in terms.iter_mut().flatten().zip(logprobs.into_iter().flatten()) {
+                t.old_logprob = Some(l);
+            }
+            loss.weigh_sequences(&batch::episodes(batch), terms);
+        }
+        Ok(())
+    }
+
+    /// Log-probability of each sample's trained tokens under `params`.
+    fn logprobs(
+        &self,
+        params: &[Tensor],
+        batch: &[Sample],
+        terms: &[Vec<TokenTerm>],
+    ) -> Result<Vec<Vec<f32>>, TrainError> {
+        let micro = batch::micro_batches(batch, terms, self.micro_batch_tokens());
+        let mut flat = self.plan().logprobs(params, &micro)?.into_iter();
+        Ok(terms.iter().map(|t| flat.by_ref().take(t.len()).collect()).collect())
+    }
+
+    fn micro_batch_tokens(&self) -> usize {
+        let most = if self.device.is_cpu() { CPU_MICRO_BATCH_TOKENS } else { usize::MAX };
+        self.options.micro_batch_tokens.min(most)
+    }
+
+    /// One optimizer update; `None` if no token of `part` trains. `moved`: not the step's first.
     fn update(
         &self,
         slots: &[Slot],
         part: &[Sample],
-        objective: Objective,
+        terms: &mut [Vec<TokenTerm>],
+        loss: &Loss,
         update: u64,
+        moved: bool,
     ) -> Result<Option<(Vec<Slot>, LossSums, f64)>, TrainError> {
-        let most = if self.device.is_cpu() { CPU_MICRO_BATCH_TOKENS } else { usize::MAX };
-        let micro = batch::micro_batches(part, self.options.micro_batch_tokens.min(most));
+        let params = values(slots);
+        let episodes = batch::episodes(part);
+        if loss.needs_current_pass(moved) {
+            let current = self.logprobs(&params, part, terms)?;
+            loss.rate_sequences(&episodes, terms, &current);
+        }
+        loss.aggregate(&episodes, terms);
+        let micro = batch::micro_batches(part, terms, self.micro_batch_tokens());
         if micro.is_empty() {
             return Ok(None);
         }
-        let params: Vec<Tensor> = slots.iter().map(|s| s.value.clone()).collect();
-        let result = self.plan().compute(&params, &micro, objective)?;
+        let result = self.plan().compute(&params, &micro, loss)?;
         let norm = global_norm(&result.grads)?;
         if !norm.is_finite() {
             return Err(TrainError::NonFinite { what: "gradient norm", got: norm });
@@ -251,10 +350,8 @@ impl Trainer {
     }
 }
 
-/// Cuts `batch` into `parts` consecutive pieces whose sizes differ by at most one.
-fn minibatches(batch: &[Sample], parts: usize) -> impl Iterator<Item = &[Sample]> {
-    let parts = parts.clamp(1, batch.len().max(1));
-    (0..parts).map(move |i| &batch[batch.len() * i / parts..batch.len() * (i + 1) / parts])
+fn values(slots: &[Slot]) -> Vec<Tensor> {
+    slots.iter().map(|s| s.value.clone()).collect()
 }
 
 #[expect(clippy::cast_precision_loss, reason = "counts are below 2^53")]
@@ -266,19 +363,17 @@ fn check_options(tc: &TrainerConfig) -> Result<(), TrainError> {
     let positive = |v: f64| v.is_finite() && v > 0.0;
     let not_negative = |v: f64| v.is_finite() && v >= 0.0;
     let unit = |v: f64| (0.0..1.0).contains(&v);
-    let checks: [(&'static str, bool, &'static str, String); 9] = [
+    let checks: [(&'static str, bool, &'static str, String); 7] = [
         ("learning_rate", positive(tc.learning_rate), "a finite value above 0", tc.learning_rate.to_string()),
         ("betas", unit(tc.betas.0) && unit(tc.betas.1), "two values in [0, 1)", format!("{:?}", tc.betas)),
         ("eps", positive(tc.eps), "a finite value above 0", tc.eps.to_string()),
         ("weight_decay", not_negative(tc.weight_decay), "a finite value of at least 0", tc.weight_decay.to_string()),
         ("max_grad_norm", not_negative(tc.max_grad_norm), "a finite value of at least 0", tc.max_grad_norm.to_string()),
-        ("clip_low", (0.0..=1.0).contains(&tc.clip_low), "a value in [0, 1]", tc.clip_low.to_string()),
-        ("clip_high", not_negative(f64::from(tc.clip_high)), "a finite value of at least 0", tc.clip_high.to_string()),
         ("minibatches", tc.minibatches >= 1, "at least 1", tc.minibatches.to_string()),
         ("threads", (1..=1024).contains(&tc.threads), "1 to 1024", tc.threads.to_string()),
     ];
-    match checks.into_iter().find(|(_, ok, ..)| !ok) {
-        Some((field, _, expected, got)) => Err(TrainError::InvalidOption { field, expected, got }),
-        None => Ok(()),
+    if let Some((field, _, expected, got)) = checks.into_iter().find(|(_, ok, ..)| !ok) {
+        return Err(TrainError::InvalidOption { field, expected, got });
     }
+    Ok(tc.algorithm.validate()?)
 }

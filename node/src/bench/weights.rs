@@ -1,9 +1,10 @@
-//! Weights that a node fetches from one, two and four holders at once, each chunk hashed and written, the whole synced.
-//! Beside it: the same bytes hashed and written to a file by one thread, which is what any verified transfer has to do
-//! at least. The rows below take the way apart.
+//! Weights that a node fetches from one, two and four holders at once, each chunk hashed, decrypted and written, all of
+//! it synced; beside `iroh-blobs` doing the same from one holder, and a plain copy over TCP. The last rows take ours apart.
 
+use super::iroh::Iroh;
 use super::report::{Better, Row};
 use super::trio::{Member, start_member};
+use super::{delta, tcp};
 use anyhow::{Context, bail, ensure};
 use futures::stream::{StreamExt, TryStreamExt};
 use rand::{RngExt, SeedableRng};
@@ -13,9 +14,8 @@ use starling_protocol::manifest::{CHUNK_LEN_BYTES, Manifest};
 use starling_protocol::record::Role;
 use starling_protocol::wire::{BlobCall, BlobReply, CALL_LEN_BYTES_MAX, Service};
 use starling_protocol::{Hash, NodeId};
-use starling_storage::blobs::{delete_blobs, put_new_blobs};
-use starling_storage::{Batch, Durability, RocksOptions, RocksStore, SharedStore, Store};
-use std::io::Write;
+use starling_storage::blobs::{delete_blobs, put_unsettled_blobs, settle_blobs};
+use starling_storage::{RocksOptions, RocksStore, SharedStore, Store};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,18 +23,18 @@ use tokio_util::sync::CancellationToken;
 
 const MIB: usize = 256;
 /// Holders of each measurement.
-const HOLDERS: [usize; 3] = [1, 2, 4];
+const HOLDERS: [(&str, usize); 3] = [("one holder", 1), ("two holders", 2), ("four holders", 4)];
 /// How long a call may take.
 const LIMIT: Duration = Duration::from_secs(30);
 /// Chunks asked for at once where the way is taken apart, as a transfer does.
 const AT_ONCE: usize = 8;
-const PEER: &str = "hashed and written to a file, synced";
+const PEER: &str = "iroh-blobs, one holder";
 
-/// The rows of `transfer`.
+/// The rows of `weights`. `iroh` is the peer's program, if it is not where `make bench` puts it.
 ///
 /// # Errors
 /// When a transfer fails.
-pub(super) async fn measure(runs: usize) -> anyhow::Result<Vec<Row>> {
+pub(super) async fn measure(runs: usize, iroh: Option<&Path>) -> anyhow::Result<Vec<Row>> {
     let dir = tempfile::tempdir().context("cannot make a folder for the stores")?;
     let shutdown = CancellationToken::new();
     let network = Hash(rand::random());
@@ -43,7 +43,7 @@ pub(super) async fn measure(runs: usize) -> anyhow::Result<Vec<Row>> {
     let weights = tokio::task::block_in_place(|| random_bytes(MIB << 20));
     let mut holders = Vec::new();
     let mut manifest = None;
-    for n in 0..HOLDERS[HOLDERS.len() - 1] {
+    for n in 0..HOLDERS[HOLDERS.len() - 1].1 {
         let path = dir.path().join(format!("holder-{n}"));
         let known = vec![receiver.address()?];
         let holder = start_member(&path, Role::Server, network, known, shutdown.clone()).await?;
@@ -53,30 +53,36 @@ pub(super) async fn measure(runs: usize) -> anyhow::Result<Vec<Row>> {
     let manifest = manifest.context("there is a holder")?;
     let peers: Vec<NodeId> = holders.iter().map(|h| h.core.node()).collect();
     meet(&receiver, &peers).await?;
+    let mut iroh = Iroh::start(iroh, MIB << 20).await?;
 
-    let (mut floor, mut times) = (Vec::new(), vec![Vec::new(); HOLDERS.len()]);
+    let (mut copies, mut theirs, mut ours) = (Vec::new(), Vec::new(), vec![Vec::new(); HOLDERS.len()]);
     // One round that does not count: connections, caches, files.
     for run in 0..=runs {
-        let path = dir.path().join("file");
-        let wrote = tokio::task::block_in_place(|| write_file(&path, &weights))?;
-        let mut took = Vec::new();
-        for n in HOLDERS {
-            took.push(fetch(&receiver, &manifest, &peers[..n]).await?);
+        let counts = run > 0;
+        // Who goes first alternates: whatever the machine does beside falls on both.
+        for peer_turn in [run % 2 == 0, run % 2 != 0] {
+            if !peer_turn {
+                for ((_, n), values) in HOLDERS.iter().zip(&mut ours) {
+                    let value = fetch(&receiver, &manifest, &peers[..*n]).await?;
+                    values.extend(counts.then_some(value));
+                }
+            } else if let Some(iroh) = &mut iroh {
+                let took = iroh.fetch().await?;
+                theirs.extend(counts.then(|| mib_per_s(took)));
+            }
         }
-        if run > 0 {
-            floor.push(wrote);
-            times.iter_mut().zip(took).for_each(|(all, one)| all.push(one));
-        }
+        let took = tokio::task::block_in_place(|| tcp::copy(&weights))?;
+        copies.extend(counts.then(|| mib_per_s(took)));
     }
-    let mut rows: Vec<Row> = HOLDERS
-        .iter()
-        .zip(&times)
-        .map(|(n, values)| {
-            let what = format!("{MIB} MiB of weights from {n} holder{}", if *n == 1 { "" } else { "s" });
-            Row::new(what, "MiB/s", Better::More, values, Some((PEER, &floor)))
-        })
-        .collect();
+    let row = |what: &str, values: &[f64], peer| Row::new(what, "MiB/s", Better::More, values, peer);
+    let peer = (!theirs.is_empty()).then_some((PEER, theirs.as_slice()));
+    let mut rows: Vec<Row> = HOLDERS.iter().zip(&ours).map(|((what, _), values)| row(what, values, peer)).collect();
+    if peer.is_some() {
+        rows.push(row("iroh-blobs", &theirs, None));
+    }
+    rows.push(row("tcp copy", &copies, None));
     rows.extend(take_apart(&receiver, peers[0], &manifest, &weights, dir.path(), runs).await?);
+    rows.extend(tokio::task::block_in_place(delta::measure)?);
     shutdown.cancel();
     for node in holders.iter().chain([&receiver]) {
         node.stop().await;
@@ -100,18 +106,20 @@ async fn take_apart(
             let since = Instant::now();
             let right = weights.chunks(CHUNK_LEN_BYTES).zip(&manifest.chunks).all(|(c, h)| Hash::of(c) == *h);
             ensure!(right, "a chunk has another hash");
-            Ok(rate(since))
+            Ok(mib_per_s(since.elapsed()))
         })?);
         storing.push(tokio::task::block_in_place(|| {
             let since = Instant::now();
             for (chunks, hashes) in weights.chunks(8 * CHUNK_LEN_BYTES).zip(manifest.chunks.chunks(8)) {
                 let parts = chunks.chunks(CHUNK_LEN_BYTES).zip(hashes).map(|(c, h)| (*h, c.to_vec())).collect();
-                put_new_blobs(&*store, parts, Durability::Buffered)?;
+                put_unsettled_blobs(&*store, parts)?;
             }
-            store.write(Batch::new(), Durability::Synced)?;
-            let value = rate(since);
+            let rows: Vec<_> = manifest.chunks.iter().map(|h| (*h, CHUNK_LEN_BYTES as u64)).collect();
+            settle_blobs(&*store, &rows)?;
+            let took = since.elapsed();
             delete_blobs(&*store, manifest.chunks.clone())?;
-            anyhow::Ok(value)
+            store.reclaim()?;
+            anyhow::Ok(mib_per_s(took))
         })?);
         let since = Instant::now();
         let transport = receiver.core.transport();
@@ -126,12 +134,12 @@ async fn take_apart(
             .buffer_unordered(AT_ONCE)
             .try_collect::<()>()
             .await?;
-        asking.push(rate(since));
+        asking.push(mib_per_s(since.elapsed()));
     }
     let row = |what: &str, values: &[f64]| Row::new(what, "MiB/s", Better::More, values, None);
     Ok(vec![
         row("of which: hashing, one thread", &hashing),
-        row("of which: into RocksDB, one thread, one sync", &storing),
+        row("of which: into RocksDB, one thread, synced", &storing),
         row("of which: read, sent and received, 8 calls at once", &asking),
     ])
 }
@@ -139,7 +147,7 @@ async fn take_apart(
 async fn fetch(receiver: &Member, manifest: &Manifest, peers: &[NodeId]) -> anyhow::Result<f64> {
     let since = Instant::now();
     receiver.core.blobs().hold(manifest, peers).await?;
-    let value = rate(since);
+    let value = mib_per_s(since.elapsed());
     let (store, chunks) = (receiver.store.clone(), manifest.chunks.clone());
     tokio::task::spawn_blocking(move || {
         delete_blobs(&*store, chunks)?;
@@ -149,20 +157,9 @@ async fn fetch(receiver: &Member, manifest: &Manifest, peers: &[NodeId]) -> anyh
     Ok(value)
 }
 
-fn write_file(path: &Path, bytes: &[u8]) -> anyhow::Result<f64> {
-    let since = Instant::now();
-    let mut file = std::fs::File::create(path)?;
-    for chunk in bytes.chunks(CHUNK_LEN_BYTES) {
-        std::hint::black_box(Hash::of(chunk));
-        file.write_all(chunk)?;
-    }
-    file.sync_all()?;
-    Ok(rate(since))
-}
-
 #[expect(clippy::cast_precision_loss, reason = "a few hundred")]
-fn rate(since: Instant) -> f64 {
-    MIB as f64 / since.elapsed().as_secs_f64()
+fn mib_per_s(took: Duration) -> f64 {
+    MIB as f64 / took.as_secs_f64().max(1e-9)
 }
 
 fn random_bytes(len: usize) -> Vec<u8> {

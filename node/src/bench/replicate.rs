@@ -1,7 +1,8 @@
-//! Rollouts per second, sealed, sent to two holders and synced there, beside one RocksDB that syncs the same bytes.
+//! Rollouts per second, sealed, sent to two holders and synced there, beside what one RocksDB syncs of the same bytes:
+//! put by as many threads, each on its own, and by one thread that gathers what waits.
 
 use super::http::MODEL;
-use super::load::{Done, Load, alternate};
+use super::load::{Done, Load};
 use super::report::{Better, Row};
 use super::trio::{REPLICATION, Trio};
 use anyhow::{anyhow, ensure};
@@ -11,10 +12,11 @@ use starling_protocol::rollout::{
 };
 use starling_protocol::signed::{Domain, Signature, Signer};
 use starling_protocol::{EpisodeId, GroupId, JobId, ModelName, PolicyVersion, TaskRef, Term};
-use starling_storage::{Durability, RocksOptions, RocksStore, SharedStore, StoreError, rollouts};
+use starling_storage::{Batch, Durability, Family, RocksOptions, RocksStore, SharedStore, Store, StoreError, rollouts};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 
 /// Length of an envelope, within a few bytes.
@@ -22,11 +24,12 @@ const ENVELOPE_BYTES: usize = 2048;
 /// Envelopes of one run: 12 MiB.
 const ENVELOPES: u32 = 6000;
 const LOAD: Load = Load { at_once: 256, time_max: Duration::from_secs(3), count_max: ENVELOPES as u64 };
-/// Envelopes that share one fsync of the peer; as many as share one of ours.
+/// Envelopes in one write of the batching writer; as many as we send at once.
 const BATCH_MAX: usize = 128;
-const PEER: &str = "one RocksDB, fsynced in batches";
+const PEER: &str = "RocksDB, 256 synced writers";
+const BATCHING: &str = "RocksDB, one batching writer";
 
-/// The rows of `replication`.
+/// The rows of `replicate`.
 ///
 /// # Errors
 /// When a rollout is refused, or one that was acknowledged is not on both holders.
@@ -35,36 +38,68 @@ pub(super) async fn measure(runs: usize) -> anyhow::Result<Vec<Row>> {
     let model = ModelName::new(MODEL)?;
     let signer = trio.gateway.identity.clone();
     let tokens = tokens_for(ENVELOPE_BYTES, &model, &*signer)?;
-    let store: SharedStore = Arc::new(RocksStore::open(trio.dir().join("peer"), &RocksOptions::default())?);
-    let peer = start_writer(store);
+    let open = |name: &str| -> anyhow::Result<SharedStore> {
+        Ok(Arc::new(RocksStore::open(trio.dir().join(name), &RocksOptions::default())?))
+    };
+    let single = open("single")?;
+    let batching = start_writer(open("batching")?);
 
     let mut acknowledged = 0;
-    // Each side seals a series of its own: no envelope is ever stored twice.
+    // No envelope is ever stored twice.
     let mut series = 0_u32;
     let mut next = || {
         series += 1;
         tokio::task::block_in_place(|| seal_many(series, tokens, &model, &*signer)).map(Arc::new)
     };
-    let mut next_peer = {
-        let mut series = u32::MAX / 2;
-        let (model, signer) = (model.clone(), signer.clone());
-        move || {
-            series += 1;
-            tokio::task::block_in_place(|| seal_many(series, tokens, &model, &*signer)).map(Arc::new)
+    let mut values: [Vec<f64>; 3] = Default::default();
+    // One round that does not count. Who goes first moves on: whatever the machine does beside falls on all.
+    for run in 0..=runs {
+        for turn in 0..values.len() {
+            let who = (run + turn) % values.len();
+            let sealed = next()?;
+            let done = match who {
+                0 => {
+                    let done = replicate(&trio, &model, sealed).await?;
+                    acknowledged += done.count;
+                    done
+                }
+                1 => tokio::task::block_in_place(|| store_each(&*single, &sealed))?,
+                _ => store_in_batches(&batching, sealed).await?,
+            };
+            values[who].extend((run > 0).then(|| done.per_second()));
         }
-    };
-    let ours = async || {
-        let done = replicate(&trio, &model, next()?).await?;
-        acknowledged += done.count;
-        anyhow::Ok(done.per_second())
-    };
-    let (ours, theirs) =
-        alternate(runs, ours, async || Ok(store_in_one(&peer, next_peer()?).await?.per_second())).await?;
+    }
     trio.check_held(JobId::default(), acknowledged).await?;
-    drop(peer);
+    drop(batching);
     trio.stop().await;
-    let what = "2 KiB rollouts, durable on two holders; 256 at once";
-    Ok(vec![Row::new(what, "rollouts/s", Better::More, &ours, Some((PEER, &theirs)))])
+    let [ours, each, batched] = values;
+    let row =
+        |what: &str, peer, theirs: &[f64]| Row::new(what, "rollouts/s", Better::More, &ours, Some((peer, theirs)));
+    Ok(vec![row("durable", PEER, &each), row("durable, beside one writer", BATCHING, &batched)])
+}
+
+/// As many threads as there are rollouts at once, each of which puts one envelope a write, synced.
+fn store_each(store: &dyn Store, sealed: &[SealedRollout]) -> anyhow::Result<Done> {
+    let next = AtomicUsize::new(0);
+    let begin = Instant::now();
+    let write_some = || {
+        let mut count = 0;
+        while begin.elapsed() < LOAD.time_max
+            && let Some(one) = sealed.get(next.fetch_add(1, Ordering::Relaxed))
+        {
+            let mut batch = Batch::new();
+            batch.put(Family::Rollouts, one.id.0, one.bytes.as_slice());
+            store.write(batch, Durability::Synced)?;
+            count += 1;
+        }
+        anyhow::Ok(count)
+    };
+    let count = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..LOAD.at_once).map(|_| scope.spawn(write_some)).collect();
+        let counts = threads.into_iter().map(|t| t.join().map_err(|_panic| anyhow!("a writer panicked"))?);
+        counts.sum::<anyhow::Result<u64>>()
+    })?;
+    Ok(Done { count, took: begin.elapsed() })
 }
 
 async fn replicate(trio: &Trio, model: &ModelName, sealed: Arc<Vec<SealedRollout>>) -> anyhow::Result<Done> {
@@ -84,7 +119,7 @@ async fn replicate(trio: &Trio, model: &ModelName, sealed: Arc<Vec<SealedRollout
 
 type Put = (SealedRollout, oneshot::Sender<Result<(), StoreError>>);
 
-async fn store_in_one(peer: &mpsc::Sender<Put>, sealed: Arc<Vec<SealedRollout>>) -> anyhow::Result<Done> {
+async fn store_in_batches(peer: &mpsc::Sender<Put>, sealed: Arc<Vec<SealedRollout>>) -> anyhow::Result<Done> {
     let peer = peer.clone();
     LOAD.run(move |i| {
         let (peer, sealed) = (peer.clone(), sealed.clone());

@@ -1,0 +1,271 @@
+//! Waits without a reason (promise 5), looked for in what every node said every 5 s.
+
+use crate::read::{Run, Status};
+use std::collections::BTreeMap;
+
+/// A node whose version does not move and that names no reason breaks the promise after 5 s. Statuses are taken every
+/// 5 s and on a starved machine later, so: in every status of a time this long.
+const EMPTY_S_MAX: f64 = 10.0;
+/// A mesh without a step, or without an episode, for this long must say why: three times what a step takes here.
+pub(crate) const STILL_S_MAX: f64 = 30.0;
+/// Agents that run and end nothing for this long wait for something, and their node must say for what: an episode takes
+/// some 10 s.
+const AGENTS_S_MAX: f64 = 60.0;
+/// A node that should answer and does not for this long.
+const UNANSWERED_S_MAX: f64 = 60.0;
+
+/// A wait that nobody gave a reason for.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Silence {
+    /// What waited.
+    pub(crate) who: String,
+    pub(crate) from_s: f64,
+    pub(crate) to_s: f64,
+    /// What was said meanwhile, for a look.
+    pub(crate) said: Vec<String>,
+}
+
+/// A time without a step (or without an episode), longer than [`STILL_S_MAX`].
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Still {
+    pub(crate) from_s: f64,
+    pub(crate) to_s: f64,
+}
+
+/// What the statuses of a run say about its waits.
+#[derive(Debug, Default)]
+pub(crate) struct Waits {
+    pub(crate) silences: Vec<Silence>,
+    pub(crate) without_step: Vec<Still>,
+    pub(crate) without_episode: Vec<Still>,
+    /// Reasons that were named, without their numbers, and in how many statuses.
+    pub(crate) reasons: BTreeMap<String, usize>,
+    /// Statuses that were asked for, and those that came.
+    pub(crate) asked: usize,
+    pub(crate) answered: usize,
+}
+
+pub(crate) fn look(run: &Run) -> Waits {
+    let mut waits = Waits { asked: run.statuses.len(), ..Waits::default() };
+    for status in run.statuses.iter().filter(|s| s.unanswered.is_none()) {
+        waits.answered += 1;
+        for reason in &status.doing {
+            *waits.reasons.entry(without_numbers(reason)).or_default() += 1;
+        }
+    }
+    let mut by_life: BTreeMap<(&str, u32), Vec<&Status>> = BTreeMap::new();
+    run.statuses.iter().for_each(|s| by_life.entry((&s.node, s.life)).or_default().push(s));
+    for ((node, _), statuses) in &by_life {
+        let empty = |s: &Status| s.unanswered.is_none() && s.doing.is_empty();
+        let version = |s: &Status| s.version;
+        waits.silences.extend(stretches(statuses, empty, version, EMPTY_S_MAX, &format!("{node}, which says nothing")));
+        let only_agents = |s: &Status| s.agents.is_some() && !s.doing.iter().any(|d| names_a_reason(d));
+        let ended = |s: &Status| s.agents.as_ref().map(|a| a.ended);
+        waits.silences.extend(stretches(
+            statuses,
+            only_agents,
+            ended,
+            AGENTS_S_MAX,
+            &format!("{node}, whose agents end nothing"),
+        ));
+        let unanswered = |s: &Status| s.unanswered.is_some();
+        waits.silences.extend(stretches(
+            statuses,
+            unanswered,
+            |_| (),
+            UNANSWERED_S_MAX,
+            &format!("{node}, which does not answer"),
+        ));
+    }
+    waits.without_step = still(run, &steps(run));
+    waits.without_episode = still(run, &episodes(run));
+    for (what, times) in [("no step", &waits.without_step), ("no episode", &waits.without_episode)] {
+        for time in times {
+            waits.silences.extend(unexplained(run, time, what));
+        }
+    }
+    waits
+}
+
+/// Times in which every status is `silent` and `value` does not change, longer than `max_s`.
+fn stretches<V: PartialEq>(
+    statuses: &[&Status],
+    silent: impl Fn(&Status) -> bool,
+    value: impl Fn(&Status) -> V,
+    max_s: f64,
+    who: &str,
+) -> Vec<Silence> {
+    let mut found = Vec::new();
+    let mut begun: Option<usize> = None;
+    for i in 0..=statuses.len() {
+        let goes_on =
+            i < statuses.len() && silent(statuses[i]) && begun.is_none_or(|b| value(statuses[b]) == value(statuses[i]));
+        if goes_on {
+            begun.get_or_insert(i);
+            continue;
+        }
+        if let Some(b) = begun.take() {
+            let (from_s, to_s) = (statuses[b].t, statuses[i - 1].t);
+            if to_s - from_s > max_s {
+                let said = statuses[b..i].iter().map(|s| say(s)).collect();
+                found.push(Silence { who: who.to_owned(), from_s, to_s, said });
+            }
+        }
+        // A change ends one time and may begin the next.
+        if i < statuses.len() && silent(statuses[i]) {
+            begun = Some(i);
+        }
+    }
+    found
+}
+
+/// Moments at which a version was seen that nobody had had before.
+pub(crate) fn steps(run: &Run) -> Vec<f64> {
+    let (mut newest, mut times) = (0, Vec::new());
+    for s in &run.statuses {
+        if s.version.is_some_and(|v| v > newest) {
+            newest = s.version.unwrap_or(newest);
+            times.push(s.t);
+        }
+    }
+    times
+}
+
+/// Moments at which an episode was seen to have ended: of a client's agents, or of the soak's own.
+fn episodes(run: &Run) -> Vec<f64> {
+    let mut before: BTreeMap<(&str, u32), u64> = BTreeMap::new();
+    let mut times = run.acknowledged.clone();
+    for s in &run.statuses {
+        if let Some(agents) = &s.agents {
+            let last = before.insert((&s.node, s.life), agents.ended).unwrap_or(0);
+            if agents.ended > last {
+                times.push(s.t);
+            }
+        }
+    }
+    times.sort_by(f64::total_cmp);
+    times
+}
+
+/// Gaps between `times`, and after the last of them, that are longer than [`STILL_S_MAX`].
+fn still(run: &Run, times: &[f64]) -> Vec<Still> {
+    let end = run.statuses.last().map_or(0.0, |s| s.t);
+    let ends = times.iter().skip(1).copied().chain([end]);
+    let gaps = times.iter().zip(ends).map(|(from_s, to_s)| Still { from_s: *from_s, to_s });
+    gaps.filter(|g| g.to_s - g.from_s > STILL_S_MAX).collect()
+}
+
+/// A time without progress is explained if, once it lasts [`STILL_S_MAX`], never more than [`EMPTY_S_MAX`] pass without some node
+/// naming a reason.
+fn unexplained(run: &Run, time: &Still, what: &str) -> Option<Silence> {
+    let within = || run.statuses.iter().filter(|s| s.t > time.from_s + STILL_S_MAX && s.t <= time.to_s);
+    let mut last = time.from_s + STILL_S_MAX;
+    let (mut from_s, mut to_s) = (0.0, 0.0);
+    let named = within().filter(|s| s.doing.iter().any(|d| names_a_reason(d))).map(|s| s.t).chain([time.to_s]);
+    for t in named {
+        if t - last > to_s - from_s {
+            (from_s, to_s) = (last, t);
+        }
+        last = t;
+    }
+    let said = || within().filter(|s| s.t > from_s && s.t < to_s).map(say).collect();
+    (to_s - from_s > EMPTY_S_MAX).then(|| Silence { who: what.to_owned(), from_s, to_s, said: said() })
+}
+
+/// "following 1a2b3c4d" and "agents run 3 episodes" say what a node does and not what it waits for.
+fn names_a_reason(doing: &str) -> bool {
+    let follows = doing.starts_with("following ");
+    let runs_agents = doing.starts_with("agents run ") && doing.ends_with(" episodes");
+    !follows && !runs_agents
+}
+
+fn say(s: &Status) -> String {
+    let what = s.unanswered.clone().unwrap_or_else(|| s.doing.join("; "));
+    format!("{:.1} s {}: version {:?}, {what}", s.t, s.node, s.version)
+}
+
+/// Ids, counts and addresses become `#`, so that equal reasons are counted together.
+fn without_numbers(reason: &str) -> String {
+    let word = |w: &str| if w.bytes().any(|b| b.is_ascii_digit()) { "#".to_owned() } else { w.to_owned() };
+    let words: Vec<String> = reason.split_whitespace().map(word).collect();
+    let mut text = words.join(" ");
+    text.truncate(text.floor_char_boundary(100));
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::read::Agents;
+
+    fn status(t: f64, node: &str, version: u64, doing: &[&str]) -> Status {
+        Status {
+            t,
+            node: node.into(),
+            life: 1,
+            unanswered: None,
+            version: Some(version),
+            doing: doing.iter().map(|d| (*d).to_owned()).collect(),
+            agents: None,
+            store: serde_json::Value::Null,
+        }
+    }
+
+    /// A step every 5 s.
+    fn steps_until(t: f64) -> u64 {
+        (0..40).filter(|i| f64::from(*i) * 5.0 <= t).count() as u64
+    }
+
+    /// A leader that steps every 10 s for 100 s, then `then`, every 5 s, up to 200 s.
+    fn run(then: impl Fn(f64) -> Status) -> Run {
+        let busy = (0..20_u32).map(|i| status(f64::from(i) * 5.0, "server-1", u64::from(i / 2), &["training"]));
+        let after = (20..40_u32).map(|i| then(f64::from(i) * 5.0));
+        Run { events: vec![], samples: vec![], statuses: busy.chain(after).collect(), acknowledged: vec![] }
+    }
+
+    #[test]
+    fn progress_needs_no_reason() {
+        let run = run(|t| status(t, "server-1", steps_until(t), &[]));
+        assert_eq!(look(&run).silences, []);
+    }
+
+    #[test]
+    fn a_wait_with_a_reason_is_none_of_silence() {
+        let waits = look(&run(|t| status(t, "server-1", 9, &["waiting for a leader to be elected"])));
+        assert_eq!(waits.silences, []);
+        assert_eq!(waits.without_step.len(), 1, "{:?}", waits.without_step);
+    }
+
+    #[test]
+    fn a_node_that_says_nothing_is_found() {
+        let silences = look(&run(|t| status(t, "server-1", 9, &[]))).silences;
+        assert!(silences.iter().any(|s| s.who.contains("says nothing") && s.to_s - s.from_s > 90.0), "{silences:?}");
+    }
+
+    #[test]
+    fn what_a_node_does_is_no_reason_for_a_mesh_that_stands_still() {
+        let silences = look(&run(|t| status(t, "server-1", 9, &["following 1a2b3c4d"]))).silences;
+        assert_eq!(silences.len(), 1, "{silences:?}");
+        assert_eq!(silences[0].who, "no step");
+    }
+
+    #[test]
+    fn agents_that_end_nothing_are_found() {
+        let agents = |ended| Some(Agents { ended });
+        let mut run = run(|t| status(t, "server-1", steps_until(t), &["training"]));
+        run.statuses.extend((0..40_u32).map(|i| Status {
+            agents: agents(7),
+            ..status(f64::from(i) * 5.0, "client-1", 0, &["agents run 3 episodes"])
+        }));
+        run.statuses.sort_by(|a, b| a.t.total_cmp(&b.t));
+        let silences = look(&run).silences;
+        assert!(silences.iter().any(|s| s.who == "client-1, whose agents end nothing"), "{silences:?}");
+    }
+
+    #[test]
+    fn a_node_that_does_not_answer_is_found() {
+        let silences =
+            look(&run(|t| Status { unanswered: Some("timeout".into()), ..status(t, "server-1", 9, &[]) })).silences;
+        assert!(silences.iter().any(|s| s.who.contains("does not answer")), "{silences:?}");
+    }
+}
