@@ -20,7 +20,11 @@ TOOLS = [{
 }]
 SUMS = ["12+34", "91-18", "45+39", "60+90", "12-32", "38+57"]
 PRODUCTS = ["45+39*82", "72+64*86", "58-74*30", "93*25+95"]
-client = Anthropic(base_url=HTTP, api_key="none", max_retries=0, timeout=60)
+# The service speaks this version of the API; the package asks for a later one by itself.
+VERSION = {"anthropic-version": "2023-06-01"}
+# Fields of that version that the package has no arguments for any more.
+SAMPLING = ("temperature", "top_p", "top_k")
+client = Anthropic(base_url=HTTP, api_key="none", max_retries=0, timeout=60, default_headers=VERSION)
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 CHECKS = []
 
@@ -42,8 +46,14 @@ def user(content):
     return {"role": "user", "content": content}
 
 
+def arguments(**more):
+    """What is sent, as the package takes it."""
+    body = {**more.pop("extra_body", {}), **{name: more.pop(name) for name in SAMPLING if name in more}}
+    return {"model": MODEL, "messages": [user("12+34")], "max_tokens": 16, **more, "extra_body": body}
+
+
 def create(**more):
-    return client.messages.create(**{"model": MODEL, "messages": [user("12+34")], "max_tokens": 16, **more})
+    return client.messages.create(**arguments(**more))
 
 
 def can_add():
@@ -87,7 +97,7 @@ def system_and_blocks():
 @check
 def streaming():
     whole = create(temperature=0)
-    with client.messages.stream(model=MODEL, messages=[user("12+34")], max_tokens=16, temperature=0) as stream:
+    with client.messages.stream(**arguments(temperature=0)) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     # A stream's blocks are of classes of their own, which never equal those of a whole message.
@@ -112,8 +122,8 @@ def tools_round_trip():
         assert called, "the model used its tool in none of the examples"
     if called:
         text, reply, uses = called
-        more = {"model": MODEL, "messages": [user(text)], "tools": TOOLS, "temperature": 0, "max_tokens": 40}
-        with client.messages.stream(**more) as stream:
+        more = {"messages": [user(text)], "tools": TOOLS, "temperature": 0, "max_tokens": 40}
+        with client.messages.stream(**arguments(**more)) as stream:
             streamed = [b for b in stream.get_final_message().content if b.type == "tool_use"]
         assert [(b.name, b.input) for b in streamed] == [(b.name, b.input) for b in uses], (streamed, uses)
         results = [{"type": "tool_result", "tool_use_id": b.id, "content": "3198"} for b in uses]
@@ -161,13 +171,13 @@ def refusals():
 def an_episode():
     begun = fetch("/v1/episodes", body={"model": MODEL, "agent": "sdk"})
     key = begun["api_key"]
-    own = Anthropic(base_url=HTTP, api_key=key, max_retries=0, timeout=60)
+    own = client.with_options(api_key=key)
     messages = [user(begun["task"]["expression"].replace(" ", ""))]
     for _ in range(2):
         reply = own.messages.create(model=begun["model"], messages=messages, max_tokens=16)
         messages += [{"role": "assistant", "content": reply.content}, user("1+1")]
     try:
-        Anthropic(base_url=HTTP, api_key="sk-starling-guessed", max_retries=0).messages.create(
+        client.with_options(api_key="sk-starling-guessed").messages.create(
             model=MODEL, messages=messages, max_tokens=16)
         raise AssertionError("a guessed key was accepted")
     except anthropic.AuthenticationError as err:
