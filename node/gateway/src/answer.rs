@@ -175,13 +175,16 @@ impl Answer {
     /// Moves the parser's pieces into blocks.
     fn collect(&mut self) {
         for piece in std::mem::take(&mut self.pieces) {
+            // An answer with one call ends with it: what the model began behind it is not shown.
+            if self.one_call && self.has_calls() {
+                break;
+            }
             match piece {
                 Piece::Content(text) => match self.blocks.last_mut() {
                     Some(Block::Text(last)) => last.push_str(&text),
                     _ if text.is_empty() => {}
                     _ => self.blocks.push(Block::Text(text)),
                 },
-                Piece::Call(_) if self.one_call && self.has_calls() => {}
                 Piece::Call(call) => {
                     let id = format!("call_{:024x}", rand::random::<u128>() >> 32);
                     self.blocks.push(Block::Call { id, call });

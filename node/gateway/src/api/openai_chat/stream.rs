@@ -57,8 +57,11 @@ impl Renderer for ChatStream {
         for index in 0..self.shown.len() {
             let mut shown = self.shown[index];
             let answer = &mut calls.list[0].answers[index];
-            let last = answer.blocks.get(shown.blocks);
-            let nothing = last.is_none_or(|block| matches!(block, Block::Text(text) if text.len() == shown.text));
+            let nothing = match &answer.blocks[shown.blocks..] {
+                [] => true,
+                [Block::Text(last)] => last.len() == shown.text,
+                _ => false,
+            };
             if nothing {
                 continue;
             }
