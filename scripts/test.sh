@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# All tests. The SDK test runs in a virtual environment that this script makes, once.
+# All tests. The SDK tests run in virtual environments that this script makes, once, one a package.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target="${CARGO_TARGET_DIR:-target}"
 mkdir -p "$target"
 target="$(cd "$target" && pwd)"
 
-venv="$target/venv"
-stamp="$venv/.requirements"
-if ! cmp -s examples/agents/python/requirements.txt "$stamp"; then
-  echo "test: making a Python environment for the SDK test"
+# environment NAME REQUIREMENTS: a virtual environment with what the file lists, made once.
+environment() {
+  local venv="$target/$1" stamp="$target/$1/.requirements"
+  cmp -s "$2" "$stamp" && return
+  echo "test: making the Python environment $1"
   rm -rf "$venv"
   if ! python3 -m venv "$venv" 2>/dev/null; then
     if command -v apt-get >/dev/null && [ "$(id -u)" -eq 0 ]; then
@@ -20,10 +21,13 @@ if ! cmp -s examples/agents/python/requirements.txt "$stamp"; then
       exit 1
     fi
   fi
-  "$venv/bin/pip" install --quiet --disable-pip-version-check -r examples/agents/python/requirements.txt
-  cp examples/agents/python/requirements.txt "$stamp"
-fi
-export STARLING_TEST_PYTHON="$venv/bin/python"
+  "$venv/bin/pip" install --quiet --disable-pip-version-check -r "$2"
+  cp "$2" "$stamp"
+}
+environment venv examples/agents/python/requirements.txt
+environment venv-anthropic tests/python/requirements-anthropic.txt
+export STARLING_TEST_PYTHON="$target/venv/bin/python"
+export STARLING_TEST_PYTHON_ANTHROPIC="$target/venv-anthropic/bin/python"
 export STARLING_TEST_BIN="$target/release"
 # Deadlines of the mesh tests are there to end a run that hangs, not to measure this machine: three times the usual.
 export STARLING_TEST_PATIENCE="${STARLING_TEST_PATIENCE:-3}"

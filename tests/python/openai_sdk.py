@@ -222,6 +222,114 @@ def refused_fields():
 
 
 @check
+def legacy_completions():
+    reply = client.completions.create(model=MODEL, prompt="12+34", max_tokens=8, seed=1, echo=True)
+    assert reply.object == "text_completion" and reply.choices[0].text.startswith("12+34"), reply
+    assert reply.usage.prompt_tokens == 5 and reply.choices[0].finish_reason in ("stop", "length"), reply
+    ids = client.completions.create(model=MODEL, prompt=[49, 50, 43, 51, 52], max_tokens=8, seed=1)
+    assert "12+34" + ids.choices[0].text == reply.choices[0].text, (ids, reply)
+    several = client.completions.create(model=MODEL, prompt=["1+1", "2+2"], n=2, max_tokens=4, seed=1)
+    assert [c.index for c in several.choices] == [0, 1, 2, 3], several
+    scored = client.completions.create(model=MODEL, prompt="12+34", max_tokens=8, seed=1, logprobs=2)
+    logprobs = scored.choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset), logprobs
+    assert len(logprobs.top_logprobs) == len(logprobs.tokens), logprobs
+    pieces, finish = [], None
+    for chunk in client.completions.create(model=MODEL, prompt="12+34", max_tokens=8, seed=1, stream=True):
+        pieces += [c.text for c in chunk.choices]
+        finish = finish or chunk.choices[0].finish_reason
+    assert "".join(pieces) == ids.choices[0].text and finish == ids.choices[0].finish_reason, (pieces, ids)
+    try:
+        client.completions.create(model=MODEL, prompt="a", suffix="b")
+        raise AssertionError("suffix was accepted")
+    except openai.BadRequestError as err:
+        assert err.param == "suffix" and err.code == "unsupported_parameter", err.body
+
+
+RESPONSE_TOOLS = [{"type": "function", "name": "calc", "parameters": TOOLS[0]["function"]["parameters"], "strict": False}]
+
+
+@check
+def responses():
+    asked = {"model": MODEL, "input": "12+34", "temperature": 0, "max_output_tokens": 16}
+    reply = client.responses.create(**asked, instructions="Calculate.", metadata={"run": "1"})
+    assert reply.object == "response" and reply.status in ("completed", "incomplete"), reply
+    assert reply.output[0].type == "message" and isinstance(reply.output_text, str), reply
+    assert reply.metadata == {"run": "1"} and reply.instructions == "Calculate.", reply
+    usage = reply.usage
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens, usage
+    chat = create(temperature=0, max_tokens=16).choices[0].message.content
+    assert client.responses.create(**asked).output_text == chat
+    cut = client.responses.create(**{**asked, "max_output_tokens": 1, "input": PRODUCTS[0]})
+    if cut.status == "incomplete":
+        assert cut.incomplete_details.reason == "max_output_tokens", cut
+    more = client.responses.create(**{**asked, "input": "1+1"}, previous_response_id=reply.id)
+    assert more.previous_response_id == reply.id, more
+    assert more.usage.input_tokens > client.responses.create(**{**asked, "input": "1+1"}).usage.input_tokens
+    for wrong, param in [
+        ({"previous_response_id": "resp_none"}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+    ]:
+        try:
+            client.responses.create(**asked, **wrong)
+            raise AssertionError(f"{wrong} was accepted")
+        except openai.BadRequestError as err:
+            assert err.param == param, err.body
+
+
+@check
+def responses_stream():
+    asked = {"model": MODEL, "input": "12+34", "temperature": 0, "max_output_tokens": 16}
+    whole = client.responses.create(**asked)
+    names, text, last = [], "", None
+    with client.responses.stream(**asked) as stream:
+        for number, event in enumerate(stream):
+            assert event.sequence_number == number, event
+            names.append(event.type)
+            text += event.delta if event.type == "response.output_text.delta" else ""
+            last = event
+        # The package knows a final response of complete answers only.
+        final = stream.get_final_response() if last.type == "response.completed" else last.response
+    assert names[:3] == ["response.created", "response.in_progress", "response.output_item.added"], names
+    assert names[-1] in ("response.completed", "response.incomplete"), names
+    assert text == final.output_text == whole.output_text, (text, final, whole)
+
+
+@check
+def responses_tools():
+    """With a model that can add, its own call and events; with any model, a call that stands in the input."""
+    called = None
+    for text in PRODUCTS:
+        asked = {"model": MODEL, "input": text, "tools": RESPONSE_TOOLS, "temperature": 0, "max_output_tokens": 40}
+        reply = client.responses.create(**asked)
+        calls = [item for item in reply.output if item.type == "function_call"]
+        if calls:
+            called = (asked, reply, calls)
+            break
+    if can_add():
+        assert called, "the model used its tool in none of the examples"
+    if called:
+        asked, reply, calls = called
+        events = list(client.responses.create(**asked, stream=True))
+        done = [e for e in events if e.type == "response.function_call_arguments.done"]
+        deltas = "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta")
+        assert [e.arguments for e in done] == [c.arguments for c in calls], (events, calls)
+        assert deltas == "".join(c.arguments for c in calls), (deltas, calls)
+        outputs = [{"type": "function_call_output", "call_id": c.call_id, "output": "3198"} for c in calls]
+        after = client.responses.create(
+            model=MODEL, input=outputs, tools=RESPONSE_TOOLS, previous_response_id=reply.id, max_output_tokens=40)
+        assert after.output, after
+    items = [
+        {"role": "user", "content": PRODUCTS[0]},
+        {"type": "function_call", "call_id": "call_1", "name": "calc", "arguments": json.dumps({"x": "39*82"})},
+        {"type": "function_call_output", "call_id": "call_1", "output": "3198"},
+    ]
+    assert client.responses.create(model=MODEL, input=items, tools=RESPONSE_TOOLS, max_output_tokens=40).output
+
+
+@check
 def an_episode():
     begun = fetch("/v1/episodes", body={"model": MODEL, "agent": "sdk"})
     key = begun["api_key"]

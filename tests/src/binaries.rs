@@ -31,14 +31,26 @@ pub fn agent_binary() -> anyhow::Result<PathBuf> {
 /// # Errors
 /// When the variable is not set: the test must not pass without having run.
 pub fn python() -> anyhow::Result<PathBuf> {
-    let Some(path) = std::env::var_os("STARLING_TEST_PYTHON").map(PathBuf::from) else {
+    interpreter("STARLING_TEST_PYTHON", "examples/agents/python/requirements.txt")
+}
+
+/// The interpreter that has the `anthropic` package.
+///
+/// # Errors
+/// When the variable is not set.
+pub fn python_anthropic() -> anyhow::Result<PathBuf> {
+    interpreter("STARLING_TEST_PYTHON_ANTHROPIC", "tests/python/requirements-anthropic.txt")
+}
+
+fn interpreter(variable: &str, requirements: &str) -> anyhow::Result<PathBuf> {
+    let Some(path) = std::env::var_os(variable).map(PathBuf::from) else {
         bail!(
-            "STARLING_TEST_PYTHON: expected a Python with examples/agents/python/requirements.txt installed, \
-             it is not set (scripts/test.sh makes one and sets it)"
+            "{variable}: expected a Python with {requirements} installed, it is not set (scripts/test.sh makes one and \
+             sets it)"
         );
     };
     if !path.is_file() {
-        bail!("STARLING_TEST_PYTHON: {} does not exist", path.display());
+        bail!("{variable}: {} does not exist", path.display());
     }
     Ok(path)
 }

@@ -12,6 +12,7 @@
 //! |---|---|
 //! | `STARLING_TEST_BIN` | folder of the built binaries; default: the folder above the test's own |
 //! | `STARLING_TEST_PYTHON` | a Python with `examples/agents/python/requirements.txt` installed |
+//! | `STARLING_TEST_PYTHON_ANTHROPIC` | a Python with `tests/python/requirements-anthropic.txt` installed |
 //! | `TEST_SEED` | the seed of an earlier run |
 //! | `STARLING_TEST_PATIENCE` | deadlines times this number, for a machine that does other work too |
 
@@ -26,7 +27,7 @@ mod seed;
 mod wait;
 
 pub use audit::StoresReport;
-pub use binaries::{agent_binary, python, repository, starling_binary};
+pub use binaries::{agent_binary, python, python_anthropic, repository, starling_binary};
 pub use job::Job;
 pub use mesh::TestMesh;
 pub use network::{Network, Space};

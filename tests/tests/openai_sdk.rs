@@ -1,8 +1,9 @@
-//! The `openai` package, unmodified, against a running node; and the example agent in Python.
+//! The `openai` and `anthropic` packages, unmodified, against a running node; and the example agent in Python.
 
 use anyhow::{Context, ensure};
 use serde_json::Value;
-use starling_tests::{Job, MODEL, Role, TestMesh, patience, python, repository, until};
+use starling_tests::{Job, MODEL, Role, TestMesh, patience, python, python_anthropic, repository, until};
+use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -10,18 +11,27 @@ const LIMIT: Duration = Duration::from_secs(120);
 
 #[tokio::test]
 async fn the_openai_package_works_as_it_is() -> anyhow::Result<()> {
-    let python = python()?;
-    let mut mesh = TestMesh::new("sdk")?;
+    checks("sdk", python()?, "openai_sdk.py").await
+}
+
+#[tokio::test]
+async fn the_anthropic_package_works_as_it_is() -> anyhow::Result<()> {
+    checks("anthropic-sdk", python_anthropic()?, "anthropic_sdk.py").await
+}
+
+/// Runs a script of checks against a node that serves the embedded model.
+async fn checks(name: &str, python: PathBuf, script: &str) -> anyhow::Result<()> {
+    let mut mesh = TestMesh::new(name)?;
     mesh.add("server-1", Role::Server).await?;
     // Its steps never come, since nobody ends enough episodes: the weights stay the embedded ones.
-    mesh.submit(0, &Job { groups_per_step: 64, ..Job::tiny("sdk", 1) }).await?;
+    mesh.submit(0, &Job { groups_per_step: 64, ..Job::tiny(name, 1) }).await?;
     until("the model is served", LIMIT, async || {
         let status = mesh[0].admin("/status").await.map_err(|e| format!("{e:#}"))?;
         if status["serving"][0]["model"] == MODEL { Ok(()) } else { Err(status["doing"].to_string()) }
     })
     .await?;
     let mut checks = tokio::process::Command::new(python);
-    checks.arg(repository().join("tests/python/openai_sdk.py")).arg(mesh[0].http()).arg(MODEL);
+    checks.arg(repository().join("tests/python").join(script)).arg(mesh[0].http()).arg(MODEL);
     checks.stdin(Stdio::null()).kill_on_drop(true).env("NO_PROXY", "127.0.0.1");
     let output = tokio::time::timeout(patience(LIMIT), checks.output()).await.context("the checks did not end")??;
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -34,7 +44,7 @@ async fn the_openai_package_works_as_it_is() -> anyhow::Result<()> {
         }
     }
     ensure!(failed.is_empty() && output.status.success(), "{failed}{err}");
-    eprintln!("{} checks with the openai package passed", out.lines().count());
+    eprintln!("{} checks of {script} passed", out.lines().count());
     mesh.passed();
     Ok(())
 }

@@ -1,24 +1,24 @@
-//! One model call: from a conversation to prompt ids, from sampled tokens to text, and into the episode's tree.
+//! One model call: from a prompt to ids, from sampled tokens to text, and into the episode's tree.
 //!
-//! A [`Call`] is driven by whoever awaits it, without a task of its own: when the HTTP connection goes away the
-//! call is dropped, and with it every [`GenerateStream`]. It reaches the tree only when all its answers are
-//! complete.
+//! [`Calls`] are driven by whoever awaits them, without a task of their own: when the HTTP connection goes away they
+//! are dropped, and with them every [`crate::backend::GenerateStream`]. They reach the tree only when all their answers
+//! are complete, together.
 
-use crate::backend::{AnswerEvent, BackendError, GenerateStream};
+use crate::answer::Answer;
+use crate::api::ApiError;
+use crate::backend::{AnswerEvent, BackendError};
 use crate::episode::{Episode, InFlight, Stage};
 use crate::gateway::Inner;
-use crate::openai::ApiError;
-use crate::openai::request::{ChatRequest, Options, canonical_answer};
-use crate::openai::response::{Alternative, TokenLogprob};
-use crate::text::{ChatFormat, Detokenizer, Piece, PlainText, StopScanner, ToolCall, ToolCallParser};
+use crate::request::{Chat, Conversation, Prompt, Request, Settings};
+use crate::text::ChatFormat;
 use axum::http::StatusCode;
-use futures::Stream;
+use futures::{FutureExt, Stream};
 use starling_protocol::assignment::Purpose;
 use starling_protocol::job::Sampling;
-use starling_protocol::rollout::{FinishReason, TIMELINES_MAX, TurnReceipt};
-use starling_protocol::timeline::{CallPlan, Completion, TurnInfo};
-use starling_protocol::wire::{Generate, TokenFrame};
-use starling_protocol::{Hash, ModelName, PolicyVersion};
+use starling_protocol::rollout::TIMELINES_MAX;
+use starling_protocol::timeline::{CallPlan, CanonicalMessage, TurnInfo};
+use starling_protocol::wire::Generate;
+use starling_protocol::{Hash, ModelName};
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -32,8 +32,11 @@ const TURNS_MAX: usize = 4096;
 /// Most tokens of an episode's timelines together: 3 MiB / (5 bytes id and mask + 4 logprob + 2 version).
 const EPISODE_TOKENS_MAX: usize = 280_000;
 
+/// Root of the timelines of prompts that are no conversation.
+const RAW_ROOT: &[u8] = b"starling: a prompt without a chat template";
+
 /// Where a call comes from.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) enum Caller {
     /// An episode's agent: recorded.
     Episode(Arc<Episode>),
@@ -78,22 +81,137 @@ impl Recording {
     }
 }
 
+/// Whom a request asks: a model that the caller may use, and what the job says of sampling.
+#[derive(Clone, Debug)]
+pub(crate) struct Target {
+    caller: Caller,
+    model: ModelName,
+    pub(crate) format: Arc<ChatFormat>,
+    defaults: Sampling,
+    greedy: bool,
+}
+
+impl Target {
+    /// The model called `name`, which must be the episode's where the caller has one.
+    pub(crate) async fn find(inner: &Inner, caller: Caller, name: &str) -> Result<Self, ApiError> {
+        if let Caller::Episode(e) = &caller {
+            let a = &e.assignment;
+            if name != a.model.as_str() {
+                let message = format!("`model`: this episode's model is {:?}, got {name:?}", a.model.as_str());
+                let error = ApiError::field("model_not_found", "model", message);
+                return Err(ApiError { status: StatusCode::NOT_FOUND, ..error });
+            }
+            let greedy = matches!(a.purpose, Purpose::Eval { greedy: true, .. });
+            let (model, format, defaults) = (a.model.clone(), Arc::clone(&e.format), a.sampling);
+            return Ok(Self { caller, model, format, defaults, greedy });
+        }
+        let model = ModelName::new(name).map_err(|e| ApiError::invalid("model", e.expected))?;
+        let format = inner.backend.chat_format(&model).await?;
+        Ok(Self { caller, model, format, defaults: Sampling::default(), greedy: false })
+    }
+
+    /// The exact ids of a prompt, history as it was sampled.
+    fn prepare(&self, inner: &Inner, prompt: Prompt<'_>) -> Result<(Vec<u32>, Option<Recording>), ApiError> {
+        let Caller::Episode(episode) = &self.caller else {
+            return Ok((self.encode(prompt)?, None));
+        };
+        let begin = |root, messages: &[CanonicalMessage<'_>]| {
+            let mut state = episode.state();
+            refuse_closed(episode, &state.stage)?;
+            state.last_activity = inner.backend.now();
+            Ok::<_, ApiError>(state.tree.begin_call(root, messages))
+        };
+        let (mut plan, new_prompt) = match prompt {
+            Prompt::Chat(chat) => {
+                let conversation = chat.conversation(&self.format);
+                let mut plan = begin(conversation.tools_hash, &conversation.canonical)?;
+                let new_prompt = self.new_ids(&mut plan, &conversation)?;
+                (plan, new_prompt)
+            }
+            raw => {
+                let ids = self.encode(raw)?;
+                let text: String = ids.iter().map(|id| format!("{id} ")).collect();
+                let message = CanonicalMessage { role: "prompt".into(), text: text.into(), ..Default::default() };
+                let mut plan = begin(Hash::of(RAW_ROOT), &[message])?;
+                if plan.prompt_is_complete() {
+                    (plan, Vec::new())
+                } else {
+                    plan.fork_cause = plan.fork_cause.map(|_| "another prompt".to_owned());
+                    (plan, ids)
+                }
+            }
+        };
+        let mut prompt = std::mem::take(&mut plan.history_tokens);
+        prompt.extend_from_slice(&new_prompt);
+        let closed = episode.closed.subscribe();
+        let in_flight = InFlight::new(Arc::clone(episode));
+        Ok((prompt, Some(Recording { in_flight, plan, new_prompt, closed })))
+    }
+
+    /// The ids of a conversation that the plan does not know yet.
+    fn new_ids(&self, plan: &mut CallPlan, conversation: &Conversation<'_>) -> Result<Vec<u32>, ApiError> {
+        if plan.prompt_is_complete() {
+            return Ok(Vec::new());
+        }
+        let format = &self.format;
+        let Conversation { messages, tools, .. } = conversation;
+        let last = plan.history_tokens.last().copied();
+        let suffix = match plan.known_messages {
+            0 => None,
+            known => format.render_suffix(messages, tools, known, last)?,
+        };
+        if let Some(text) = suffix {
+            return Ok(format.encode(&text)?);
+        }
+        plan.discard_history("template rewrites history");
+        Ok(format.encode(&format.render_full(messages, tools, true)?)?)
+    }
+
+    fn encode(&self, prompt: Prompt<'_>) -> Result<Vec<u32>, ApiError> {
+        match prompt {
+            Prompt::Chat(chat) => {
+                let all = chat.conversation(&self.format);
+                Ok(self.format.encode(&self.format.render_full(&all.messages, &all.tools, true)?)?)
+            }
+            Prompt::Text(text) => Ok(self.format.encode(&text)?),
+            Prompt::Tokens(ids) => {
+                let unknown = ids.iter().enumerate().find(|(_, id)| !self.format.has_token(**id));
+                match unknown {
+                    None => Ok(ids),
+                    Some((i, id)) => {
+                        let expected = format!("ids of the model's vocabulary; {id} at place {i} is none");
+                        Err(ApiError::invalid("prompt", &expected))
+                    }
+                }
+            }
+        }
+    }
+
+    /// How many tokens the engine would be sent for a conversation. Nothing is sampled or recorded.
+    pub(crate) fn count(&self, inner: &Inner, chat: Chat<'_>) -> Result<usize, ApiError> {
+        Ok(self.prepare(inner, Prompt::Chat(chat))?.0.len())
+    }
+}
+
 /// A call under way.
 pub(crate) struct Call {
     inner: Arc<Inner>,
     recording: Option<Recording>,
-    pub(crate) id: String,
     pub(crate) created: u64,
     pub(crate) model: ModelName,
-    pub(crate) options: Options,
+    pub(crate) settings: Settings,
+    pub(crate) sampling: Sampling,
     pub(crate) prompt_len: usize,
     pub(crate) answers: Vec<Answer>,
+    /// Whether the context or the episode has less room than the caller asked for.
+    pub(crate) shortened: bool,
     request: Generate,
     started: Instant,
-    _permit: OwnedSemaphorePermit,
+    /// When the engine was last heard of.
+    heard: tokio::time::Instant,
 }
 
-/// What [`Call::advance`] brought.
+/// What [`Calls::advance`] brought.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Progress {
     /// Some answer may have new pieces.
@@ -102,96 +220,132 @@ pub(crate) enum Progress {
     Done,
 }
 
-impl Call {
-    /// Checks a request, finds what is known of its conversation, and starts its answers.
-    pub(crate) async fn begin(
+/// The calls of one request, one for each of its prompts; at least one.
+pub(crate) struct Calls {
+    pub(crate) list: Vec<Call>,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Calls {
+    /// Starts the only call of a request.
+    pub(crate) async fn one(
         inner: Arc<Inner>,
         caller: Caller,
-        request: ChatRequest<'_>,
+        request: Request<'_>,
         permit: OwnedSemaphorePermit,
     ) -> Result<Self, ApiError> {
+        let target = Target::find(&inner, caller, &request.model).await?;
+        let call = Call::begin(inner, &target, request.prompt, request.settings).await?;
+        Ok(Self { list: vec![call], _permit: permit })
+    }
+
+    /// Starts a call for each prompt, all with the same settings.
+    pub(crate) async fn of_prompts(
+        inner: Arc<Inner>,
+        caller: Caller,
+        model: &str,
+        prompts: Vec<Prompt<'_>>,
+        settings: Settings,
+        permit: OwnedSemaphorePermit,
+    ) -> Result<Self, ApiError> {
+        let target = Target::find(&inner, caller, model).await?;
+        let mut list = Vec::with_capacity(prompts.len());
+        for (i, prompt) in prompts.into_iter().enumerate() {
+            let mut settings = settings.clone();
+            // A seed is of the request; its prompts draw apart from each other.
+            settings.seed = settings.seed.map(|seed| if i == 0 { seed } else { mix(!seed, i as u64) });
+            list.push(Call::begin(Arc::clone(&inner), &target, prompt, settings).await?);
+        }
+        Ok(Self { list, _permit: permit })
+    }
+
+    /// Waits for the next frame of any answer and takes it in. After the last answer's end, records them all.
+    ///
+    /// Cancel-safe: a frame is taken in as soon as it is there.
+    pub(crate) async fn advance(&mut self) -> Result<Progress, ApiError> {
+        if let [call] = &mut self.list[..] {
+            call.advance().await?;
+        } else {
+            let going = self.list.iter_mut().filter(|c| !c.is_complete());
+            let any: Vec<_> = going.map(|call| call.advance().boxed()).collect();
+            if !any.is_empty() {
+                futures::future::select_all(any).await.0?;
+            }
+        }
+        if !self.list.iter().all(Call::is_complete) {
+            return Ok(Progress::More);
+        }
+        for call in &mut self.list {
+            call.record()?;
+        }
+        Ok(Progress::Done)
+    }
+
+    /// Waits for all answers.
+    pub(crate) async fn finish(&mut self) -> Result<(), ApiError> {
+        while self.advance().await? == Progress::More {}
+        Ok(())
+    }
+
+    /// Tokens of all prompts, and of all answers so far.
+    pub(crate) fn usage(&self) -> (usize, usize) {
+        let prompts = self.list.iter().map(|c| c.prompt_len).sum();
+        let answers = self.list.iter().flat_map(|c| &c.answers);
+        (prompts, answers.map(|a| a.completion_len).sum())
+    }
+
+    /// Names the weights that answered: `starling-v<version>`.
+    pub(crate) fn fingerprint(&self) -> Option<String> {
+        let answers = self.list.iter().flat_map(|c| &c.answers);
+        answers.filter_map(|a| a.version).max().map(|v| format!("starling-v{v}"))
+    }
+
+    /// The call of an API that has one prompt and one answer a request, and that answer.
+    pub(crate) fn single(&self) -> (&Call, &Answer) {
+        let call = &self.list[0];
+        (call, &call.answers[0])
+    }
+}
+
+impl Call {
+    /// Finds what is known of the prompt, and starts its answers.
+    async fn begin(
+        inner: Arc<Inner>,
+        target: &Target,
+        prompt: Prompt<'_>,
+        settings: Settings,
+    ) -> Result<Self, ApiError> {
         let started = Instant::now();
-        let backend = Arc::clone(&inner.backend);
-        let (model, format, options) = match &caller {
-            Caller::Episode(e) => {
-                let a = &e.assignment;
-                if request.model != a.model.as_str() {
-                    let message =
-                        format!("`model`: this episode's model is {:?}, got {:?}", a.model.as_str(), request.model);
-                    let error = ApiError::field("model_not_found", "model", message);
-                    return Err(ApiError { status: StatusCode::NOT_FOUND, ..error });
-                }
-                let greedy = matches!(a.purpose, Purpose::Eval { greedy: true, .. });
-                (a.model.clone(), Arc::clone(&e.format), request.options(&a.sampling, greedy)?)
-            }
-            Caller::Open => {
-                let options = request.options(&Sampling::default(), false)?;
-                let name = ModelName::new(&*request.model).map_err(|e| ApiError::invalid("model", e.expected))?;
-                let format = backend.chat_format(&name).await?;
-                (name, format, options)
-            }
-        };
-        let conversation = request.conversation(&format)?;
-        let render = |all: &crate::openai::request::Conversation<'_>| {
-            format.encode(&format.render_full(&all.messages, &all.tools, true)?)
-        };
-        let (prompt, recording) = match caller {
-            Caller::Open => (render(&conversation)?, None),
-            Caller::Episode(episode) => {
-                let mut plan = {
-                    let mut state = episode.state();
-                    refuse_closed(&episode, &state.stage)?;
-                    state.last_activity = backend.now();
-                    state.tree.begin_call(conversation.tools_hash, &conversation.canonical)
-                };
-                let mut new_prompt = Vec::new();
-                if !plan.prompt_is_complete() {
-                    let known = plan.known_messages;
-                    let last = plan.history_tokens.last().copied();
-                    let suffix = match known {
-                        0 => None,
-                        _ => format.render_suffix(&conversation.messages, &conversation.tools, known, last)?,
-                    };
-                    new_prompt = match suffix {
-                        Some(text) => format.encode(&text)?,
-                        None => {
-                            plan.discard_history("template rewrites history");
-                            render(&conversation)?
-                        }
-                    };
-                }
-                let mut prompt = std::mem::take(&mut plan.history_tokens);
-                prompt.extend_from_slice(&new_prompt);
-                let closed = episode.closed.subscribe();
-                (prompt, Some(Recording { in_flight: InFlight::new(episode), plan, new_prompt, closed }))
-            }
-        };
+        let (prompt, recording) = target.prepare(&inner, prompt)?;
+        let sampling = settings.sampling(&target.defaults, target.greedy);
         let mut call = Self {
-            id: format!("chatcmpl-{:032x}", rand::random::<u128>()),
-            created: backend.now().0 / 1000,
+            created: inner.backend.now().0 / 1000,
+            model: target.model.clone(),
             prompt_len: prompt.len(),
-            answers: Vec::with_capacity(options.choices as usize),
+            answers: Vec::with_capacity(settings.choices as usize),
+            shortened: false,
             request: Generate {
-                model: model.clone(),
+                model: target.model.clone(),
                 prompt,
-                temperature: options.sampling.temperature,
-                top_p: options.sampling.top_p,
-                top_k: options.sampling.top_k,
+                temperature: sampling.temperature,
+                top_p: sampling.top_p,
+                top_k: sampling.top_k,
                 seed: 0,
                 drawn: 0,
                 max_tokens: 0,
-                stop_token_ids: format.stop_ids().to_vec(),
-                top_logprobs: options.top_logprobs,
+                stop_token_ids: target.format.stop_ids().to_vec(),
+                top_logprobs: settings.top_logprobs,
             },
             inner,
             recording,
-            model,
-            options,
+            sampling,
+            settings,
             started,
-            _permit: permit,
+            heard: tokio::time::Instant::now(),
         };
-        call.limit(&format)?;
-        call.start(&format).await?;
+        call.limit(&target.format)?;
+        call.start(&target.format).await?;
+        call.heard = tokio::time::Instant::now();
         Ok(call)
     }
 
@@ -207,18 +361,22 @@ impl Call {
             return Err(ApiError::field("context_length_exceeded", "messages", message));
         }
         let room = u32::try_from(room).unwrap_or(u32::MAX);
-        // Outside an episode there is no job whose default counts.
-        let unlimited = self.recording.is_none() && !self.options.max_tokens_given;
-        let max_tokens = if unlimited { room } else { self.options.sampling.max_tokens.min(room) };
+        let asked = match (&self.recording, self.settings.max_tokens) {
+            // Outside an episode there is no job whose default counts.
+            (None, None) => self.settings.open_max_tokens.unwrap_or(room),
+            _ => self.sampling.max_tokens,
+        };
+        let max_tokens = asked.min(room);
         self.request.max_tokens = match &mut self.recording {
             None => max_tokens,
-            Some(recording) => recording.reserve(self.options.choices, self.prompt_len, max_tokens)?,
+            Some(recording) => recording.reserve(self.settings.choices, self.prompt_len, max_tokens)?,
         };
+        self.shortened = self.request.max_tokens < asked;
         Ok(())
     }
 
     async fn start(&mut self, format: &Arc<ChatFormat>) -> Result<(), ApiError> {
-        let base = match (self.options.seed, &self.recording) {
+        let base = match (self.settings.seed, &self.recording) {
             (Some(seed), _) => seed,
             (None, Some(recording)) => {
                 let episode = &recording.in_flight.episode();
@@ -228,7 +386,7 @@ impl Call {
             (None, None) => rand::random(),
         };
         let backend = &self.inner.backend;
-        let seeds = (0..u64::from(self.options.choices)).map(|i| if i == 0 { base } else { mix(base, i) });
+        let seeds = (0..u64::from(self.settings.choices)).map(|i| if i == 0 { base } else { mix(base, i) });
         let seeds: Vec<u64> = seeds.collect();
         let streams = if let [seed] = seeds[..] {
             vec![backend.generate(Generate { seed, ..self.request.clone() }).await?]
@@ -236,17 +394,23 @@ impl Call {
             let all = seeds.iter().map(|&seed| backend.generate(Generate { seed, ..self.request.clone() }));
             futures::future::try_join_all(all).await?
         };
-        let answers = streams.into_iter().map(|stream| Answer::new(stream, Arc::clone(format), &self.options));
+        let answers = streams.into_iter().map(|stream| Answer::new(stream, Arc::clone(format), &self.settings));
         self.answers.extend(answers);
         Ok(())
     }
 
-    /// Waits for the next frame of any answer and takes it in. After the last answer's end, records the call.
-    pub(crate) async fn advance(&mut self) -> Result<Progress, ApiError> {
+    fn is_complete(&self) -> bool {
+        self.answers.iter().all(|a| a.end.is_some())
+    }
+
+    /// Waits for the next frame of any answer and takes it in.
+    async fn advance(&mut self) -> Result<(), ApiError> {
         let frame = next_frame(&mut self.answers);
         let timeout = self.inner.config.frame_timeout;
+        // Counted from the last frame, not from now: whoever waits may wait in slices.
+        let until = self.heard + timeout;
         let frame = async {
-            tokio::time::timeout(timeout, frame).await.map_err(|_elapsed| {
+            tokio::time::timeout_at(until, frame).await.map_err(|_elapsed| {
                 let message = format!("the engine was silent for {} s", timeout.as_secs());
                 ApiError::new(StatusCode::GATEWAY_TIMEOUT, "engine_timeout", message)
             })
@@ -266,23 +430,19 @@ impl Call {
                     Some(frame) => frame,
                     None => {
                         let episode = &recording.in_flight.episode();
-                        refuse_closed(episode, &episode.state().stage)?;
-                        return Ok(Progress::More);
+                        return refuse_closed(episode, &episode.state().stage);
                     }
                 }
             }
         };
+        self.heard = tokio::time::Instant::now();
         let answer = &mut self.answers[index];
         let cut = BackendError::Unavailable("the engine ended the answer without an end frame".into());
         match frame.unwrap_or(Err(cut))? {
             AnswerEvent::Tokens(tokens) => answer.tokens(tokens)?,
             AnswerEvent::End { finish, receipt } => answer.end(finish, receipt),
         }
-        if self.answers.iter().all(|a| a.end.is_some()) {
-            self.record()?;
-            return Ok(Progress::Done);
-        }
-        Ok(Progress::More)
+        Ok(())
     }
 
     /// Puts all answers into the episode's tree.
@@ -294,8 +454,6 @@ impl Call {
         refuse_closed(episode, &state.stage)?;
         for answer in &mut self.answers {
             let Some(end) = &answer.end else { continue };
-            let calls = answer.calls.iter().map(|(_, c)| (c.name.as_str(), c.arguments.as_str()));
-            let message = canonical_answer(&answer.content, calls);
             let info = TurnInfo {
                 finish: end.finish,
                 temperature: self.request.temperature,
@@ -303,6 +461,7 @@ impl Call {
                 receipt: end.receipt.clone(),
             };
             let sampled = std::mem::take(&mut answer.sampled);
+            let message = answer.canonical();
             state.tree.end_call(&recording.plan, &recording.new_prompt, sampled, &message, info);
         }
         state.last_activity = now;
@@ -342,179 +501,4 @@ async fn next_frame(answers: &mut [Answer]) -> (usize, Option<Result<AnswerEvent
         Poll::Pending
     })
     .await
-}
-
-/// How an answer ended.
-#[derive(Debug)]
-struct AnswerEnd {
-    finish: FinishReason,
-    receipt: Option<TurnReceipt>,
-}
-
-/// One answer of a call.
-#[derive(Debug)]
-pub(crate) struct Answer {
-    stream: GenerateStream,
-    format: Arc<ChatFormat>,
-    detokenizer: Detokenizer,
-    stops: StopScanner,
-    parser: Box<dyn ToolCallParser>,
-    logprobs: bool,
-    one_call: bool,
-    /// Set when the answer was stopped here: later tokens do not count.
-    stopped: bool,
-    sampled: Completion,
-    pieces: Vec<Piece>,
-    /// All text for the reader.
-    pub(crate) content: String,
-    /// All tool calls with their ids.
-    pub(crate) calls: Vec<(String, ToolCall)>,
-    /// Of the tokens so far, or since they were last taken out.
-    pub(crate) token_logprobs: Vec<TokenLogprob>,
-    /// Text and calls up to here were shown to the reader.
-    pub(crate) shown_content: usize,
-    pub(crate) shown_calls: usize,
-    pub(crate) completion_len: usize,
-    /// That sampled the last token.
-    pub(crate) version: Option<PolicyVersion>,
-    end: Option<AnswerEnd>,
-}
-
-impl Answer {
-    fn new(stream: GenerateStream, format: Arc<ChatFormat>, options: &Options) -> Self {
-        Self {
-            stream,
-            detokenizer: Detokenizer::new(Arc::clone(&format)),
-            stops: StopScanner::new(options.stops.clone()),
-            parser: if options.parse_tools { format.tool_parser() } else { Box::new(PlainText) },
-            format,
-            logprobs: options.logprobs,
-            one_call: !options.parallel_tool_calls,
-            stopped: false,
-            sampled: Completion::default(),
-            pieces: Vec::new(),
-            content: String::new(),
-            calls: Vec::new(),
-            token_logprobs: Vec::new(),
-            shown_content: 0,
-            shown_calls: 0,
-            completion_len: 0,
-            version: None,
-            end: None,
-        }
-    }
-
-    /// Why it ended, in OpenAI's word.
-    pub(crate) fn finish(&self) -> Option<&'static str> {
-        self.end.as_ref().map(|end| match end.finish {
-            FinishReason::Stop => "stop",
-            FinishReason::Length => "length",
-            FinishReason::ToolCalls => "tool_calls",
-        })
-    }
-
-    fn tokens(&mut self, tokens: Vec<TokenFrame>) -> Result<(), ApiError> {
-        let format = Arc::clone(&self.format);
-        let mut text = String::new();
-        for token in tokens {
-            if self.stopped {
-                return Ok(());
-            }
-            // Such a turn could not be sealed; better this call fails than the episode.
-            if !token.logprob.is_finite() || token.logprob > 1e-3 {
-                let message = format!("the engine gave token {} the logprob {}", token.id, token.logprob);
-                return Err(ApiError::new(StatusCode::BAD_GATEWAY, "engine_failed", message));
-            }
-            self.sampled.tokens.push(token.id);
-            self.sampled.logprobs.push(token.logprob);
-            self.sampled.versions.push(token.version);
-            self.version = Some(token.version);
-            self.completion_len += 1;
-            if format.stop_ids().binary_search(&token.id).is_ok() {
-                continue;
-            }
-            if self.logprobs {
-                self.token_logprobs.push(token_logprob(&format, &token));
-            }
-            text.clear();
-            let mut found = false;
-            if let Some(special) = format.special(token.id) {
-                self.detokenizer.flush(&mut text);
-                found = self.scan(&text);
-                if !found {
-                    let mut held = String::new();
-                    self.stops.flush(&mut held);
-                    self.parser.text(&held, &mut self.pieces);
-                    self.parser.special(special, &mut self.pieces);
-                }
-            } else {
-                self.detokenizer.push(token.id, &mut text);
-                if !text.is_empty() {
-                    found = self.scan(&text);
-                }
-            }
-            self.collect();
-            if found || (self.one_call && !self.calls.is_empty()) {
-                self.stopped = true;
-                self.stream.stop(u32::try_from(self.completion_len).unwrap_or(u32::MAX));
-            }
-        }
-        Ok(())
-    }
-
-    /// Text goes through the stop strings to the parser. True when a stop string was found.
-    fn scan(&mut self, text: &str) -> bool {
-        let mut certain = String::new();
-        let found = self.stops.push(text, &mut certain);
-        self.parser.text(&certain, &mut self.pieces);
-        found
-    }
-
-    /// Moves the parser's pieces into content and calls.
-    fn collect(&mut self) {
-        for piece in self.pieces.drain(..) {
-            match piece {
-                Piece::Content(text) => self.content.push_str(&text),
-                Piece::Call(_) if self.one_call && !self.calls.is_empty() => {}
-                Piece::Call(call) => {
-                    self.calls.push((format!("call_{:024x}", rand::random::<u128>() >> 32), call));
-                }
-            }
-        }
-    }
-
-    fn end(&mut self, finish: FinishReason, receipt: Option<TurnReceipt>) {
-        if !self.stopped {
-            let mut text = String::new();
-            self.detokenizer.flush(&mut text);
-            let found = self.scan(&text);
-            if !found {
-                text.clear();
-                self.stops.flush(&mut text);
-                self.parser.text(&text, &mut self.pieces);
-            }
-        }
-        let cut = finish == FinishReason::Length && !self.stopped;
-        self.parser.finish(!cut, &mut self.pieces);
-        self.collect();
-        let finish = match (cut, self.calls.is_empty()) {
-            (true, _) => FinishReason::Length,
-            (false, false) => FinishReason::ToolCalls,
-            (false, true) => FinishReason::Stop,
-        };
-        self.end = Some(AnswerEnd { finish, receipt });
-    }
-}
-
-fn token_logprob(format: &ChatFormat, token: &TokenFrame) -> TokenLogprob {
-    let alternative = |id: u32, logprob: f32| {
-        let bytes = format.token_bytes(id).into_owned();
-        // As OpenAI does for tokens that are all but impossible; JSON has no infinity.
-        let logprob = if logprob.is_finite() { logprob } else { -9999.0 };
-        Alternative { token: String::from_utf8_lossy(&bytes).into_owned(), logprob, bytes }
-    };
-    TokenLogprob {
-        token: alternative(token.id, token.logprob),
-        top_logprobs: token.top.iter().map(|&(id, logprob)| alternative(id, logprob)).collect(),
-    }
 }

@@ -1,5 +1,6 @@
 //! One episode on this gateway: its lease, its key, its timeline tree.
 
+use crate::api::openai_responses::ResponseStore;
 use crate::text::ChatFormat;
 use starling_protocol::assignment::Assignment;
 use starling_protocol::timeline::TimelineTree;
@@ -50,6 +51,8 @@ pub(crate) struct EpisodeState {
     pub(crate) ended: Option<Timestamp>,
     pub(crate) last_activity: Timestamp,
     pub(crate) reserved: Reserved,
+    /// What `previous_response_id` can go on from.
+    pub(crate) responses: ResponseStore,
 }
 
 #[derive(Debug)]
@@ -86,6 +89,7 @@ impl Episode {
                 ended: None,
                 last_activity: now,
                 reserved: Reserved::default(),
+                responses: ResponseStore::default(),
             }),
         }
     }

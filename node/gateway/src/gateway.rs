@@ -1,5 +1,6 @@
 //! Begin, end and abort of episodes; the HTTP routes and the agent runner share them.
 
+use crate::api::openai_responses::ResponseStore;
 use crate::backend::{Backend, BackendError, ClaimError, ClaimRequest, SealError};
 use crate::episode::{Episode, EpisodeTable, Stage};
 use serde::Serialize;
@@ -28,6 +29,10 @@ pub struct GatewayConfig {
     pub in_flight_max: usize,
     /// A call fails when the engine is silent for so long.
     pub frame_timeout: Duration,
+    /// A stream without an event for so long gets a sign of life, so that proxies and clients do not give up on it.
+    pub heartbeat: Duration,
+    /// Bytes of conversations that `previous_response_id` can go on from: in each episode, and outside all episodes.
+    pub responses_len_bytes_max: usize,
     /// An episode without a call for so long is given back by [`Gateway::reap`].
     pub episode_idle_max: Duration,
     /// Ended episodes that are remembered, so that a repeated end gets the same answer. About 1 KiB each.
@@ -43,6 +48,8 @@ impl Default for GatewayConfig {
             body_len_bytes_max: 8 << 20,
             in_flight_max: 1024,
             frame_timeout: Duration::from_secs(300),
+            heartbeat: Duration::from_secs(15),
+            responses_len_bytes_max: 16 << 20,
             episode_idle_max: Duration::from_secs(900),
             ended_kept: 4096,
         }
@@ -157,6 +164,8 @@ pub(crate) struct Inner {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) config: GatewayConfig,
     pub(crate) in_flight: Arc<Semaphore>,
+    /// Of callers outside an episode.
+    pub(crate) responses: Mutex<ResponseStore>,
     episodes: Mutex<EpisodeTable>,
 }
 
@@ -181,7 +190,8 @@ impl Gateway {
     #[must_use]
     pub fn new(backend: Arc<dyn Backend>, config: GatewayConfig) -> Self {
         let in_flight = Arc::new(Semaphore::new(config.in_flight_max.min(Semaphore::MAX_PERMITS)));
-        Self(Arc::new(Inner { backend, config, in_flight, episodes: Mutex::default() }))
+        let (responses, episodes) = (Mutex::default(), Mutex::default());
+        Self(Arc::new(Inner { backend, config, in_flight, responses, episodes }))
     }
 
     /// The HTTP routes under `/v1`.
@@ -348,6 +358,7 @@ impl Gateway {
             let mut state = episode.state();
             state.stage = stage;
             state.tree = starling_protocol::timeline::TimelineTree::default();
+            state.responses = ResponseStore::default();
         }
         episode.closed.send_replace(true);
         self.0.episodes().over(episode.id(), self.0.config.ended_kept);

@@ -1,10 +1,11 @@
 //! Begin, end, abort and list.
 
-use super::{bearer, parse, unauthorized};
+use super::{bearer, unauthorized};
+use crate::api::ApiError;
+use crate::api::fields::parse;
 use crate::backend::ClaimRequest;
 use crate::episode::{Episode, KEY_PREFIX};
 use crate::gateway::{EpisodeInfo, Gateway, info};
-use crate::openai::ApiError;
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Path, State};

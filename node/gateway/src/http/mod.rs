@@ -1,34 +1,56 @@
 //! The routes under `/v1`.
 
-mod chat;
 mod episodes;
 mod models;
 
+use crate::api::{ApiError, anthropic, new_id, openai_chat, openai_completions, openai_responses};
 use crate::call::Caller;
 use crate::episode::{Episode, KEY_PREFIX};
 use crate::gateway::Gateway;
-use crate::openai::ApiError;
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use axum::response::Response;
 use axum::routing::{get, post};
 use std::sync::Arc;
 
 pub(crate) fn router(gateway: Gateway) -> Router {
     Router::new()
-        .route("/v1/chat/completions", post(chat::complete))
+        .route("/v1/chat/completions", post(openai_chat::complete))
+        .route("/v1/completions", post(openai_completions::complete))
+        .route("/v1/responses", post(openai_responses::create))
+        .route("/v1/messages", post(anthropic::create))
+        .route("/v1/messages/count_tokens", post(anthropic::count_tokens))
         .route("/v1/episodes", post(episodes::begin).get(episodes::list))
         .route("/v1/episodes/{id}/end", post(episodes::end))
         .route("/v1/episodes/{id}/abort", post(episodes::abort))
         .route("/v1/models", get(models::list))
         // A model's name may have slashes.
         .route("/v1/models/{*id}", get(models::show))
+        .layer(axum::middleware::map_response(name_request))
         .with_state(gateway)
 }
 
-/// The key of `Authorization: Bearer …`.
+/// Where OpenAI's clients look for what to quote in a complaint; Anthropic's answers have their own.
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+async fn name_request(mut response: Response) -> Response {
+    if let Ok(id) = HeaderValue::from_str(&new_id("req_")) {
+        response.headers_mut().entry(REQUEST_ID).or_insert(id);
+    }
+    response
+}
+
+/// Where Anthropic's clients put the key.
+const X_API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+
+/// The key of `Authorization: Bearer …`, or of `x-api-key` where there is no such header.
 fn bearer(headers: &HeaderMap) -> Result<Option<&str>, ApiError> {
-    let Some(value) = headers.get(header::AUTHORIZATION) else { return Ok(None) };
+    let Some(value) = headers.get(header::AUTHORIZATION) else {
+        let Some(key) = headers.get(X_API_KEY) else { return Ok(None) };
+        let not_text = |_| unauthorized("invalid_api_key", "`x-api-key`: expected a key");
+        return key.to_str().map(|key| Some(key.trim())).map_err(not_text);
+    };
     let key = value.to_str().ok().and_then(|v| {
         let (scheme, key) = v.split_once(' ')?;
         scheme.eq_ignore_ascii_case("bearer").then(|| key.trim())
@@ -41,7 +63,7 @@ fn unauthorized(code: &'static str, message: &str) -> ApiError {
 }
 
 impl Gateway {
-    fn caller(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
+    pub(crate) fn caller(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
         match bearer(headers)? {
             Some(key) if key.starts_with(KEY_PREFIX) => Ok(Caller::Episode(self.by_key(key)?)),
             Some(key) if self.0.config.open_inference || self.is_admin(key) => Ok(Caller::Open),
@@ -49,6 +71,12 @@ impl Gateway {
             Some(_) => Err(unauthorized("invalid_api_key", "this is not the key of an episode")),
             None => Err(unauthorized("missing_api_key", "an episode's key is required")),
         }
+    }
+
+    /// Whose responses a caller outside an episode may go on from: those that came with the same key.
+    pub(crate) fn scope(&self, headers: &HeaderMap) -> starling_protocol::Hash {
+        let key = bearer(headers).ok().flatten().unwrap_or_default();
+        starling_protocol::Hash::of(key.as_bytes())
     }
 
     fn by_key(&self, key: &str) -> Result<Arc<Episode>, ApiError> {
@@ -71,7 +99,7 @@ impl Gateway {
         Err(unauthorized("admin_token_required", "this route needs the node's admin token"))
     }
 
-    async fn body(&self, body: Body) -> Result<Bytes, ApiError> {
+    pub(crate) async fn body(&self, body: Body) -> Result<Bytes, ApiError> {
         let max = self.0.config.body_len_bytes_max;
         axum::body::to_bytes(body, max).await.map_err(|e| {
             let too_long = std::error::Error::source(&e).is_some_and(|s| s.to_string().contains("limit"));
@@ -82,16 +110,5 @@ impl Gateway {
                 ApiError::new(StatusCode::BAD_REQUEST, "invalid_body", format!("the body cannot be read: {e}"))
             }
         })
-    }
-}
-
-/// Parses a JSON body; an empty one is an empty object.
-fn parse<'de, T: serde::Deserialize<'de>>(body: &'de [u8]) -> Result<T, ApiError> {
-    let body = if body.is_empty() { b"{}" } else { body };
-    let mut json = serde_json::Deserializer::from_slice(body);
-    let value = serde_path_to_error::deserialize(&mut json).map_err(|e| ApiError::json(&e))?;
-    match json.end() {
-        Ok(()) => Ok(value),
-        Err(e) => Err(ApiError::new(StatusCode::BAD_REQUEST, "invalid_json", format!("after the body: {e}"))),
     }
 }

@@ -1,8 +1,8 @@
 //! `GET /v1/models`.
 
+use crate::api::ApiError;
 use crate::backend::{BackendError, ModelInfo};
 use crate::gateway::Gateway;
-use crate::openai::ApiError;
 use axum::Json;
 use axum::extract::{Path, State};
 use serde_json::{Value, json};

@@ -271,6 +271,12 @@ impl ChatFormat {
         }
     }
 
+    /// Whether `id` is a token of the vocabulary.
+    #[must_use]
+    pub fn has_token(&self, id: u32) -> bool {
+        self.tokenizer.id_to_token(id).is_some()
+    }
+
     /// The text of a special token.
     #[must_use]
     pub fn special(&self, id: u32) -> Option<&str> {

@@ -5,13 +5,14 @@
 pub struct StopScanner {
     stops: Vec<String>,
     held: String,
+    found: Option<usize>,
 }
 
 impl StopScanner {
     /// For an answer that ends at any of `stops`, none of them empty.
     #[must_use]
     pub fn new(stops: Vec<String>) -> Self {
-        Self { stops, held: String::new() }
+        Self { stops, held: String::new(), found: None }
     }
 
     /// Appends to `out` the text that certainly lies before a stop string. True when one was found; nothing
@@ -22,9 +23,11 @@ impl StopScanner {
             return false;
         }
         self.held.push_str(text);
-        if let Some(at) = self.stops.iter().filter_map(|s| self.held.find(s.as_str())).min() {
+        let places = self.stops.iter().enumerate().filter_map(|(i, s)| Some((self.held.find(s.as_str())?, i)));
+        if let Some((at, stop)) = places.min() {
             out.push_str(&self.held[..at]);
             self.held.clear();
+            self.found = Some(stop);
             return true;
         }
         let keep = self.stops.iter().map(|s| partial_suffix(&self.held, s)).max().unwrap_or(0);
@@ -32,6 +35,12 @@ impl StopScanner {
         out.push_str(&self.held[..certain]);
         self.held.drain(..certain);
         false
+    }
+
+    /// The stop string that was found; of several at one place, the first that was asked for.
+    #[must_use]
+    pub fn found(&self) -> Option<&str> {
+        self.found.and_then(|i| self.stops.get(i)).map(String::as_str)
     }
 
     /// Appends what was held back: the answer ended otherwise.

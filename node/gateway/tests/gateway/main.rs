@@ -2,7 +2,10 @@
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod chat;
+mod completions;
 mod cycle;
+mod messages;
 mod refusals;
+mod responses;
 mod streaming;
 mod support;

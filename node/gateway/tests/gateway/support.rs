@@ -3,7 +3,7 @@
 use async_trait::async_trait;
 use axum::Router;
 use axum::body::Body;
-use axum::http::{Request, StatusCode};
+use axum::http::{HeaderMap, Request, StatusCode};
 use futures::StreamExt;
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
@@ -72,6 +72,8 @@ pub(crate) struct Node {
     pub(crate) leased: AtomicBool,
     pub(crate) seal_failures: AtomicUsize,
     pub(crate) wait: Mutex<Option<String>>,
+    /// Tokens of the newest scripted answer.
+    said: AtomicUsize,
 }
 
 /// The bytes of `text`, special tokens as in the byte model, and the end token.
@@ -108,6 +110,7 @@ impl Backend for Node {
         };
         match script {
             Script::Say(tokens) => {
+                self.said.store(tokens.len(), Ordering::SeqCst);
                 self.answers.lock().unwrap().push_back(tokens);
                 self.null.generate(request).await
             }
@@ -203,6 +206,7 @@ impl World {
             leased: AtomicBool::new(true),
             seal_failures: AtomicUsize::new(0),
             wait: Mutex::default(),
+            said: AtomicUsize::new(0),
         });
         let gateway = Gateway::new(Arc::clone(&node) as Arc<dyn Backend>, config);
         let router = gateway.router();
@@ -217,6 +221,11 @@ impl World {
         self.node.requests.lock().unwrap().last().unwrap().clone()
     }
 
+    /// Tokens of the newest scripted answer, its end included.
+    pub(crate) fn node_answer_len(&self) -> usize {
+        self.node.said.load(Ordering::SeqCst)
+    }
+
     pub(crate) async fn send(&self, method: &str, path: &str, key: Option<&str>, body: &str) -> (StatusCode, Value) {
         let mut request = Request::builder().method(method).uri(path).header("content-type", "application/json");
         if let Some(key) = key {
@@ -227,6 +236,34 @@ impl World {
         let status = response.status();
         let body = response.into_body().collect().await.unwrap().to_bytes();
         (status, serde_json::from_slice(&body).unwrap_or_else(|_| json!(String::from_utf8_lossy(&body))))
+    }
+
+    /// Sends with any headers; the answer's status, headers and text.
+    pub(crate) async fn post(
+        &self,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &Value,
+    ) -> (StatusCode, HeaderMap, String) {
+        let mut request = Request::post(path).header("content-type", "application/json");
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let request = request.body(Body::from(body.to_string())).unwrap();
+        let response = self.router.clone().oneshot(request).await.unwrap();
+        let (parts, body) = response.into_parts();
+        let body = body.collect().await.unwrap().to_bytes();
+        (parts.status, parts.headers, String::from_utf8(body.to_vec()).unwrap())
+    }
+
+    /// A whole stream's events: their names, empty where they have none, and their data.
+    pub(crate) async fn events(&self, path: &str, key: Option<&str>, body: &Value) -> Vec<(String, Value)> {
+        let bearer = key.map(|key| format!("Bearer {key}"));
+        let headers: Vec<_> = bearer.iter().map(|b| ("authorization", b.as_str())).collect();
+        let (status, headers, text) = self.post(path, &headers, body).await;
+        assert_eq!(status, 200, "{text}");
+        assert_eq!(headers["content-type"], "text/event-stream");
+        events(&text)
     }
 
     pub(crate) async fn begin(&self) -> Agent<'_> {
@@ -317,4 +354,19 @@ pub(crate) fn calc() -> Value {
 
 pub(crate) fn code(answer: &Value) -> &str {
     answer["error"]["code"].as_str().unwrap_or("none")
+}
+
+/// The events of a stream; `[DONE]` as a text.
+pub(crate) fn events(text: &str) -> Vec<(String, Value)> {
+    let mut events = Vec::new();
+    for block in text.split("\n\n").filter(|b| !b.is_empty() && !b.starts_with(':')) {
+        let (name, data) = match block.strip_prefix("event: ") {
+            Some(rest) => rest.split_once('\n').unwrap(),
+            None => ("", block),
+        };
+        let data = data.strip_prefix("data: ").unwrap();
+        let data = if data == "[DONE]" { json!(data) } else { serde_json::from_str(data).unwrap() };
+        events.push((name.to_owned(), data));
+    }
+    events
 }

@@ -1,4 +1,5 @@
-//! Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
+//! Errors. They print in OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`; Anthropic's is in
+//! [`super::anthropic`].
 
 use crate::backend::{BackendError, SealError};
 use crate::gateway::{AbortError, BeginError, EndError};
@@ -40,6 +41,14 @@ impl ApiError {
         let param = param.into();
         let message = format!("`{param}` is not supported by this server: {why}");
         Self::field("unsupported_parameter", param, message)
+    }
+
+    /// Names the field in which this API has its conversation, where the error is about the conversation.
+    pub(crate) fn about(mut self, field: &'static str) -> Self {
+        if self.param.as_deref() == Some("messages") {
+            self.param = Some(field.into());
+        }
+        self
     }
 
     fn kind(&self) -> &'static str {

@@ -1,5 +1,6 @@
 //! A message's content: a text, a list of text parts, or nothing.
 
+use super::ApiError;
 use serde::de::{Deserializer, SeqAccess, Visitor};
 use serde::{Deserialize, de};
 use std::borrow::Cow;
@@ -42,4 +43,20 @@ impl<'de: 'a, 'a> Deserialize<'de> for Content<'a> {
         }
         d.deserialize_any(Either)
     }
+}
+
+/// The text of parts that are all of kind `text`; anything else is refused by its place, `at` being the list's.
+pub(crate) fn join_parts(parts: Vec<Part>, text: &str, at: &str) -> Result<String, ApiError> {
+    let mut joined = String::new();
+    for (j, part) in parts.into_iter().enumerate() {
+        match (part.kind == text, part.text) {
+            (true, Some(t)) => joined.push_str(&t),
+            (true, None) => return Err(ApiError::invalid(format!("{at}[{j}].text"), "a text")),
+            (false, _) => {
+                let why = format!("only text parts are, and this is {:?}", part.kind);
+                return Err(ApiError::unsupported(format!("{at}[{j}].type"), &why));
+            }
+        }
+    }
+    Ok(joined)
 }
