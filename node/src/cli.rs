@@ -31,7 +31,7 @@ pub enum Command {
     #[command(
         after_help = "Examples:\n  starling join starling1abc… --role server\n  starling join starling1abc… --role client --agent ./my_agent.py --slots 16"
     )]
-    Join(JoinArgs),
+    Join(Box<JoinArgs>),
     /// Run a node, or list the nodes of the mesh.
     #[command(subcommand)]
     Node(NodeCommand),
