@@ -13,7 +13,7 @@ pub(super) fn str(value: &Value) -> String {
     out
 }
 
-/// [`str`] appended to `out`.
+/// [`str()`] appended to `out`.
 pub(super) fn write_str(value: &Value, out: &mut String) {
     match value.kind() {
         ValueKind::Undefined => {}
