@@ -59,9 +59,9 @@ fn waited(pids: &[u32]) -> Waited {
     for pid in pids {
         let tasks = std::fs::read_dir(Path::new("/proc").join(pid.to_string()).join("task"));
         for task in tasks.into_iter().flatten().flatten() {
-            let thread = task.file_name().to_str().and_then(|name| name.parse().ok());
+            let thread: Option<u32> = task.file_name().to_str().and_then(|name| name.parse().ok());
             let stat = std::fs::read_to_string(task.path().join("schedstat")).ok();
-            let ns = stat.and_then(|s| s.split_whitespace().nth(1)?.parse().ok());
+            let ns: Option<u64> = stat.and_then(|s| s.split_whitespace().nth(1)?.parse().ok());
             all.extend(thread.zip(ns));
         }
     }

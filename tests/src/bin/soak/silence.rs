@@ -134,7 +134,7 @@ pub(crate) fn steps(run: &Run) -> Vec<f64> {
 /// Moments at which an episode was seen to have ended: of a client's agents, or of the soak's own.
 fn episodes(run: &Run) -> Vec<f64> {
     let mut before: BTreeMap<(&str, u32), u64> = BTreeMap::new();
-    let mut times = run.acknowledged.clone();
+    let mut times: Vec<f64> = run.acknowledged.iter().map(|a| a.t).collect();
     for s in &run.statuses {
         if let Some(agents) = &s.agents {
             let last = before.insert((&s.node, s.life), agents.ended).unwrap_or(0);
