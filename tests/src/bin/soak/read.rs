@@ -50,6 +50,8 @@ pub(crate) struct Status {
     pub(crate) t: f64,
     pub(crate) node: String,
     pub(crate) life: u32,
+    /// The share of the time since the status before that a thread of the node waited for a processor.
+    pub(crate) starved: Option<f64>,
     /// Why there is no answer.
     pub(crate) unanswered: Option<String>,
     pub(crate) version: Option<u64>,
