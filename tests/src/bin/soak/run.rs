@@ -115,8 +115,7 @@ pub(crate) async fn run(plan: &Plan) -> anyhow::Result<()> {
         )),
     ];
     let jobs = tokio::task::spawn_local(keep_jobs(board.clone(), log.clone(), client, plan.folder.clone(), plan.seed));
-    let end = Instant::now() + Duration::from_secs_f64(plan.hours * 3600.0);
-    soak.faults(end).await?;
+    soak.faults(Duration::from_secs_f64(plan.hours * 3600.0)).await?;
     jobs.abort();
     let done = soak.finish(watchers).await;
     if let Err(e) = &done {
@@ -236,10 +235,11 @@ impl Soak {
         self.log.event("violation", &json!({ "what": what, "why": why }));
     }
 
-    /// One fault after another until `end`.
-    async fn faults(&mut self, end: Instant) -> anyhow::Result<()> {
+    /// One fault after another for `time` from the first step on.
+    async fn faults(&mut self, time: Duration) -> anyhow::Result<()> {
         let begun = self.progress("the first step", 0).await;
         ensure!(begun, "training did not begin");
+        let end = Instant::now() + time;
         let mut next_snapshot = Instant::now() + SNAPSHOT_EVERY;
         let mut round = 0_u64;
         while Instant::now() < end && !self.log.folder().join("stop").exists() {
