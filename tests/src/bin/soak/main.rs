@@ -1,6 +1,7 @@
 //! `soak`: a mesh of real processes trains for hours while its nodes are killed, stopped, paused and replaced and its
 //! links cut, and everything that can be seen of it is written down. See docs/testing.md.
 
+mod audit;
 mod chart;
 mod faults;
 mod ledger;
@@ -11,7 +12,6 @@ mod report;
 mod run;
 mod silence;
 mod slope;
-mod snapshot;
 mod verdict;
 mod watch;
 
@@ -41,10 +41,16 @@ struct Args {
     /// Only read what an earlier run wrote into DIR, and judge it again; also while it goes on
     #[arg(long)]
     report: bool,
+    /// With --report, of a run that was killed: audit the stores that it left first
+    #[arg(long, requires = "report")]
+    audit: bool,
 }
 
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
+    if args.audit {
+        audit::of_killed_run(&args.log)?;
+    }
     if args.report {
         return Ok(exit_code(report::write(&args.log)?));
     }

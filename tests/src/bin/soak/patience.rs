@@ -10,29 +10,46 @@ const WALL_LIMITS: u32 = 10;
 /// Nanoseconds that each thread waited in a run queue so far.
 type Waited = BTreeMap<u32, u64>;
 
+/// Looks now and then how much of the time since the last look processes waited for a processor.
+pub(crate) struct Meter {
+    at: Instant,
+    waited: Waited,
+}
+
+impl Meter {
+    pub(crate) fn new(pids: &[u32]) -> Self {
+        Self { at: Instant::now(), waited: waited(pids) }
+    }
+
+    /// Time since the last look, and the share of it that was waited for; see [`starved`].
+    pub(crate) fn look(&mut self, pids: &[u32]) -> (Duration, f64) {
+        let (now, waited) = (Instant::now(), waited(pids));
+        let passed = now - self.at;
+        let share = starved(&self.waited, &waited, passed);
+        (self.at, self.waited) = (now, waited);
+        (passed, share)
+    }
+}
+
 /// A deadline in time that counts.
 pub(crate) struct Patience {
     limit: Duration,
     begun: Instant,
     counted: Duration,
-    at: Instant,
-    waited: Waited,
+    meter: Meter,
 }
 
 impl Patience {
     /// Over the processes that `pids` are now; they may change.
     pub(crate) fn new(limit: Duration, pids: &[u32]) -> Self {
-        let now = Instant::now();
-        Self { limit, begun: now, counted: Duration::ZERO, at: now, waited: waited(pids) }
+        Self { limit, begun: Instant::now(), counted: Duration::ZERO, meter: Meter::new(pids) }
     }
 
     /// Looks at the clock; whether it is all over.
     pub(crate) fn is_over(&mut self, pids: &[u32]) -> bool {
-        let (now, waited) = (Instant::now(), waited(pids));
-        let passed = now - self.at;
-        self.counted += passed.mul_f64(1.0 - starved(&self.waited, &waited, passed));
-        (self.at, self.waited) = (now, waited);
-        self.counted > self.limit || now - self.begun > self.limit * WALL_LIMITS
+        let (passed, starved) = self.meter.look(pids);
+        self.counted += passed.mul_f64(1.0 - starved);
+        self.counted > self.limit || self.begun.elapsed() > self.limit * WALL_LIMITS
     }
 
     /// Since the start, by the clock on the wall.

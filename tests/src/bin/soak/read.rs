@@ -4,6 +4,7 @@ use anyhow::{Context, ensure};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
+use starling_protocol::RolloutId;
 use std::path::Path;
 
 /// One line of `events.jsonl`.
@@ -49,6 +50,8 @@ pub(crate) struct Status {
     pub(crate) t: f64,
     pub(crate) node: String,
     pub(crate) life: u32,
+    /// The share of the time since the status before that a thread of the node waited for a processor.
+    pub(crate) starved: Option<f64>,
     /// Why there is no answer.
     pub(crate) unanswered: Option<String>,
     pub(crate) version: Option<u64>,
@@ -69,8 +72,16 @@ pub(crate) struct Run {
     pub(crate) events: Vec<Event>,
     pub(crate) samples: Vec<Sample>,
     pub(crate) statuses: Vec<Status>,
-    /// When episodes of the soak's own agent were acknowledged, seconds.
-    pub(crate) acknowledged: Vec<f64>,
+    /// Episodes of the soak's own agent.
+    pub(crate) acknowledged: Vec<Acknowledged>,
+}
+
+/// One line of `acknowledged.jsonl`.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Acknowledged {
+    /// Seconds since the start.
+    pub(crate) t: f64,
+    pub(crate) rollout: RolloutId,
 }
 
 impl Run {
@@ -79,16 +90,11 @@ impl Run {
     /// # Errors
     /// Names the file, the line and what is wrong with it.
     pub(crate) fn read(folder: &Path) -> anyhow::Result<Self> {
-        #[derive(Deserialize)]
-        struct At {
-            t: f64,
-        }
-        let acknowledged: Vec<At> = lines(&folder.join("acknowledged.jsonl"))?;
         Ok(Self {
             events: lines(&folder.join("events.jsonl"))?,
             samples: samples(&folder.join("samples.csv"))?,
             statuses: lines(&folder.join("status.jsonl"))?,
-            acknowledged: acknowledged.into_iter().map(|a| a.t).collect(),
+            acknowledged: lines(&folder.join("acknowledged.jsonl"))?,
         })
     }
 

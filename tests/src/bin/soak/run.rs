@@ -1,10 +1,10 @@
 //! The run: a mesh, watchers beside it, and one fault after another.
 
+use crate::audit;
 use crate::faults::{self, Fault, NODES, SERVERS, Scene, VOLUNTEERS, WITNESS};
 use crate::ledger::{self, Ledger};
 use crate::log::Log;
 use crate::patience::Patience;
-use crate::snapshot;
 use crate::watch::{self, Board, Shown};
 use anyhow::{Context, ensure};
 use rand::{RngExt, SeedableRng};
@@ -115,8 +115,7 @@ pub(crate) async fn run(plan: &Plan) -> anyhow::Result<()> {
         )),
     ];
     let jobs = tokio::task::spawn_local(keep_jobs(board.clone(), log.clone(), client, plan.folder.clone(), plan.seed));
-    let end = Instant::now() + Duration::from_secs_f64(plan.hours * 3600.0);
-    soak.faults(end).await?;
+    soak.faults(Duration::from_secs_f64(plan.hours * 3600.0)).await?;
     jobs.abort();
     let done = soak.finish(watchers).await;
     if let Err(e) = &done {
@@ -236,10 +235,11 @@ impl Soak {
         self.log.event("violation", &json!({ "what": what, "why": why }));
     }
 
-    /// One fault after another until `end`.
-    async fn faults(&mut self, end: Instant) -> anyhow::Result<()> {
+    /// One fault after another for `time` from the first step on.
+    async fn faults(&mut self, time: Duration) -> anyhow::Result<()> {
         let begun = self.progress("the first step", 0).await;
         ensure!(begun, "training did not begin");
+        let end = Instant::now() + time;
         let mut next_snapshot = Instant::now() + SNAPSHOT_EVERY;
         let mut round = 0_u64;
         while Instant::now() < end && !self.log.folder().join("stop").exists() {
@@ -504,29 +504,20 @@ impl Soak {
         let begun = Instant::now();
         self.board.borrow_mut().iter_mut().for_each(|n| n.answers = false);
         self.mesh.nodes().iter().for_each(TestNode::pause);
-        let copies = snapshot::copy(&stores, &folder);
+        let copies = audit::copy(&stores, &folder);
         self.mesh.nodes().iter().for_each(TestNode::resume);
         self.board.borrow_mut().iter_mut().for_each(|n| n.answers = n.pid.is_some());
         let stood = begun.elapsed();
         let copies = copies?;
-        let report = tokio::task::spawn_blocking(move || snapshot::audit(&copies, &acknowledged, &folder)).await??;
+        let report = tokio::task::spawn_blocking(move || audit::of_copies(&copies, &acknowledged, &folder)).await??;
         self.audited("snapshot", &report, Some(stood));
         Ok(())
     }
 
     fn audited(&self, what: &str, report: &StoresReport, stood: Option<Duration>) {
-        let a = &report.audit;
-        self.log.event(
-            what,
-            &json!({
-                "stood_still_s": stood.map(|s| s.as_secs_f64()),
-                "acknowledged": a.acknowledged, "to_the_soak": self.ledger.acknowledged.borrow().len(),
-                "lost": a.lost, "held": a.held, "consumed": a.consumed, "consumed_twice": a.consumed_twice.len(),
-                "consumed_and_deleted": a.consumed_and_deleted, "forked_versions": a.forked_versions.len(),
-                "corrupt": a.corrupt.len(), "steps": report.steps.len(),
-                "newest": report.steps.keys().next_back(),
-            }),
-        );
+        let mut facts = audit::facts(report, self.ledger.acknowledged.borrow().len());
+        facts["stood_still_s"] = json!(stood.map(|s| s.as_secs_f64()));
+        self.log.event(what, &facts);
         if let Err(e) = report.ensure_clean() {
             self.violation(what, &format!("{e:#}"));
         }
@@ -543,15 +534,15 @@ impl Soak {
             "own episodes",
             &json!({ "acknowledged": self.ledger.acknowledged.borrow().len(), "failures": failures }),
         );
-        self.mesh.stop_all().await?;
+        if let Err(e) = self.mesh.stop_all().await {
+            self.violation("a graceful stop", &format!("{e:#}"));
+        }
         let left = self.mesh.processes();
         if !left.is_empty() {
             self.violation("processes left", &left.join("\n"));
         }
         let acknowledged = self.ledger.acknowledged.borrow().clone();
-        let stores: Vec<PathBuf> =
-            self.mesh.nodes().iter().map(|n| n.data().join("store")).filter(|s| s.join("CURRENT").exists()).collect();
-        let report = StoresReport::read(&stores, &acknowledged).context("the stores at the end")?;
+        let report = audit::of_nodes(self.mesh.root(), &acknowledged).context("the stores at the end")?;
         self.audited("audit", &report, None);
         Ok(())
     }

@@ -14,6 +14,9 @@ const AGENTS_S_MAX: f64 = 60.0;
 /// A node that should answer and does not for this long.
 const UNANSWERED_S_MAX: f64 = 60.0;
 
+/// Between two statuses that lie further apart than this nothing is known: the soak itself got no time.
+const BLIND_S: f64 = 8.0;
+
 /// A wait that nobody gave a reason for.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Silence {
@@ -87,7 +90,8 @@ pub(crate) fn look(run: &Run) -> Waits {
     waits
 }
 
-/// Times in which every status is `silent` and `value` does not change, longer than `max_s`.
+/// Times in which every status is `silent` and `value` does not change, longer than `max_s` without what the node waited for
+/// a processor.
 fn stretches<V: PartialEq>(
     statuses: &[&Status],
     silent: impl Fn(&Status) -> bool,
@@ -95,28 +99,19 @@ fn stretches<V: PartialEq>(
     max_s: f64,
     who: &str,
 ) -> Vec<Silence> {
-    let mut found = Vec::new();
-    let mut begun: Option<usize> = None;
-    for i in 0..=statuses.len() {
-        let goes_on =
-            i < statuses.len() && silent(statuses[i]) && begun.is_none_or(|b| value(statuses[b]) == value(statuses[i]));
-        if goes_on {
-            begun.get_or_insert(i);
-            continue;
-        }
-        if let Some(b) = begun.take() {
-            let (from_s, to_s) = (statuses[b].t, statuses[i - 1].t);
-            if to_s - from_s > max_s {
-                let said = statuses[b..i].iter().map(|s| say(s)).collect();
-                found.push(Silence { who: who.to_owned(), from_s, to_s, said });
-            }
-        }
-        // A change ends one time and may begin the next.
-        if i < statuses.len() && silent(statuses[i]) {
-            begun = Some(i);
-        }
-    }
-    found
+    let goes_on = |a: &Status, b: &Status| {
+        let seen = b.unanswered.is_some() || b.t - a.t < BLIND_S;
+        seen && silent(a) && silent(b) && value(a) == value(b)
+    };
+    let stretches = statuses.chunk_by(|a, b| goes_on(a, b));
+    let long = stretches.filter(|s| silent(s[0]) && counted_s(s) > max_s);
+    let told = |s: &[&Status]| s.iter().map(|s| say(s)).collect();
+    long.map(|s| Silence { who: who.to_owned(), from_s: s[0].t, to_s: s[s.len() - 1].t, said: told(s) }).collect()
+}
+
+/// Time from the first of these to the last, without what the node waited for a processor.
+fn counted_s(statuses: &[&Status]) -> f64 {
+    statuses.windows(2).map(|w| (w[1].t - w[0].t) * (1.0 - w[1].starved.unwrap_or(0.0))).sum()
 }
 
 /// Moments at which a version was seen that nobody had had before.
@@ -134,7 +129,7 @@ pub(crate) fn steps(run: &Run) -> Vec<f64> {
 /// Moments at which an episode was seen to have ended: of a client's agents, or of the soak's own.
 fn episodes(run: &Run) -> Vec<f64> {
     let mut before: BTreeMap<(&str, u32), u64> = BTreeMap::new();
-    let mut times = run.acknowledged.clone();
+    let mut times: Vec<f64> = run.acknowledged.iter().map(|a| a.t).collect();
     for s in &run.statuses {
         if let Some(agents) = &s.agents {
             let last = before.insert((&s.node, s.life), agents.ended).unwrap_or(0);
@@ -156,17 +151,15 @@ fn still(run: &Run, times: &[f64]) -> Vec<Still> {
 }
 
 /// A time without progress is explained if, once it lasts [`STILL_S_MAX`], no statuses that span more than [`EMPTY_S_MAX`] follow
-/// each other without one that names a reason. Where none was asked for, as the soak itself got no time, nothing is known.
+/// each other without one that names a reason.
 fn unexplained(run: &Run, time: &Still, what: &str) -> Option<Silence> {
-    let mut longest: &[&Status] = &[];
     let within: Vec<&Status> =
         run.statuses.iter().filter(|s| s.t > time.from_s + STILL_S_MAX && s.t <= time.to_s).collect();
     let span = |stretch: &[&Status]| stretch.last().zip(stretch.first()).map_or(0.0, |(last, first)| last.t - first.t);
-    for stretch in within.split(|s| s.doing.iter().any(|d| names_a_reason(d))) {
-        if span(stretch) > span(longest) {
-            longest = stretch;
-        }
-    }
+    let longest = within
+        .chunk_by(|a, b| b.t - a.t < BLIND_S)
+        .flat_map(|seen| seen.split(|s| s.doing.iter().any(|d| names_a_reason(d))))
+        .max_by(|a, b| span(a).total_cmp(&span(b)))?;
     let (from_s, to_s) = (longest.first()?.t, longest.last()?.t);
     let said = || longest.iter().map(|s| say(s)).collect();
     (to_s - from_s > EMPTY_S_MAX).then(|| Silence { who: what.to_owned(), from_s, to_s, said: said() })
@@ -209,6 +202,7 @@ mod tests {
             t,
             node: node.into(),
             life: 1,
+            starved: None,
             unanswered: None,
             version: Some(version),
             doing: doing.iter().map(|d| (*d).to_owned()).collect(),
@@ -254,6 +248,19 @@ mod tests {
         let silences = look(&run(|t| status(t, "server-1", 9, &said))).silences;
         assert_eq!(silences.len(), 1, "{silences:?}");
         assert_eq!(silences[0].who, "no step");
+    }
+
+    #[test]
+    fn a_node_that_gets_no_processor_is_not_silent() {
+        let starved = |share| {
+            run(move |t| Status {
+                unanswered: Some("timeout".into()),
+                starved: Some(share),
+                ..status(t, "server-1", 9, &[])
+            })
+        };
+        let found = |share| look(&starved(share)).silences.iter().filter(|s| s.who.contains("not answer")).count();
+        assert_eq!((found(0.1), found(0.95)), (1, 0));
     }
 
     #[test]

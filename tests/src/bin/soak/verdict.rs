@@ -146,8 +146,10 @@ fn nothing_lost(run: &Run) -> Check {
     };
     let count = |e: &Event, key: &str| e.number(key).unwrap_or(f64::NAN);
     let lost = |e: &Event| e.facts.get("lost").and_then(Value::as_array).map_or(usize::MAX, Vec::len);
-    let broken =
-        |e: &Event| lost(e) > 0 || ["consumed_twice", "forked_versions", "corrupt"].iter().any(|k| count(e, k) != 0.0);
+    let named = |e: &Event| e.facts.get("broken").is_some_and(|b| !b.is_null());
+    let broken = |e: &Event| {
+        named(e) || lost(e) > 0 || ["consumed_twice", "forked_versions", "corrupt"].iter().any(|k| count(e, k) != 0.0)
+    };
     let bad: Vec<String> = audits.iter().filter(|e| broken(e)).map(|e| format!("{:.0} s {:?}", e.t, e.facts)).collect();
     let found = format!(
         "{} acknowledged (of them {} to the soak itself), {} consumed, {} of these deleted since, {} steps; {} audits{}",

@@ -1,9 +1,11 @@
 //! What is looked at all the time: memory, open files and disk of every process, and what every node says.
 
 use crate::log::Log;
+use crate::patience::Meter;
 use serde_json::{Value, json};
 use starling_tests::Space;
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -76,12 +78,15 @@ pub(crate) fn folder_bytes(folder: &Path) -> u64 {
 pub(crate) async fn statuses(board: Board, log: Rc<Log>, client: reqwest::Client) {
     let mut beat = tokio::time::interval(STATUS_EVERY);
     beat.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut meters: BTreeMap<u32, Meter> = BTreeMap::new();
     loop {
         beat.tick().await;
         let nodes = board.borrow().clone();
+        meters.retain(|pid, _| nodes.iter().any(|n| n.pid == Some(*pid)));
         let mut asked = tokio::task::JoinSet::new();
         for node in nodes.into_iter().filter(|n| n.pid.is_some() && n.answers) {
             let (log, client) = (log.clone(), client.clone());
+            let starved = node.pid.map(|pid| meters.entry(pid).or_insert_with(|| Meter::new(&[pid])).look(&[pid]).1);
             asked.spawn_local(async move {
                 let begun = Instant::now();
                 let answer = get(&client, &node, "/status").await;
@@ -93,6 +98,7 @@ pub(crate) async fn statuses(board: Board, log: Rc<Log>, client: reqwest::Client
                 let mut facts = facts;
                 facts["life"] = json!(node.life);
                 facts["ms"] = json!(ms);
+                facts["starved"] = json!(starved);
                 log.status(&node.name, &facts);
             });
         }
