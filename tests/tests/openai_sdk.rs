@@ -15,7 +15,7 @@ async fn the_openai_package_works_as_it_is() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn the_anthropic_package_works_as_it_is() -> anyhow::Result<()> {
+async fn the_anthropic_package_works_with_the_version_header_of_2023() -> anyhow::Result<()> {
     checks("anthropic-sdk", python_anthropic()?, "anthropic_sdk.py").await
 }
 

@@ -99,7 +99,7 @@ pub(super) struct JsonStyle {
     pub(super) separators: Option<[String; 2]>,
     /// Keys in order of their text.
     pub(super) sort_keys: bool,
-    /// `\uXXXX` for what is not ASCII.
+    /// What is not ASCII becomes an escape: a backslash, `u` and four hexadecimal digits for each UTF-16 unit.
     pub(super) ensure_ascii: bool,
 }
 
