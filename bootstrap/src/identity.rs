@@ -1,9 +1,11 @@
 //! The node's ed25519 key: made once, kept in one file, never sent.
 
+use ed25519_dalek::VerifyingKey;
 use libp2p::identity::{KeyType, Keypair, PublicKey, ed25519};
 use libp2p::{PeerId, multihash::Multihash};
 use starling_protocol::NodeId;
-use starling_protocol::signed::{Signer, Verifier};
+use starling_protocol::signed::{SignedMessage, Signer, Verifier};
+use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -166,6 +168,31 @@ impl Verifier for Ed25519Verifier {
     fn verify(&self, node: NodeId, message: &[u8], signature: &[u8]) -> bool {
         ed25519::PublicKey::try_from_bytes(&node.0).is_ok_and(|key| key.verify(message, signature))
     }
+
+    fn verify_all(&self, signed: &[SignedMessage<'_>]) -> bool {
+        // Below, the check of a batch costs as much as it saves.
+        if signed.len() < 4 {
+            return signed.iter().all(|s| self.verify(s.node, &s.message, s.signature));
+        }
+        // Mostly one gateway's: its key is read once.
+        let mut keys: BTreeMap<NodeId, VerifyingKey> = BTreeMap::new();
+        let mut batch = (Vec::new(), Vec::new(), Vec::new());
+        for s in signed {
+            let key = match keys.get(&s.node) {
+                Some(key) => *key,
+                None => {
+                    let Ok(key) = VerifyingKey::from_bytes(&s.node.0) else { return false };
+                    keys.insert(s.node, key);
+                    key
+                }
+            };
+            let Ok(signature) = ed25519_dalek::Signature::from_slice(s.signature) else { return false };
+            batch.0.push(s.message.as_slice());
+            batch.1.push(signature);
+            batch.2.push(key);
+        }
+        ed25519_dalek::verify_batch(&batch.0, &batch.1, &batch.2).is_ok()
+    }
 }
 
 /// The 32 bytes are no ed25519 public key, so no such node can exist.
@@ -291,6 +318,50 @@ mod tests {
             assert_eq!(node_id_of_key(&id.keypair().public()), Some(id.node_id()));
         }
         assert_eq!(node_id_of(&PeerId::random()), None);
+    }
+
+    #[test]
+    fn many_signatures_are_good_together_only_if_each_is() {
+        let keys: Vec<Identity> = (0..3).map(|i| Identity::from_seed([i; 32])).collect();
+        let signed: Vec<(NodeId, Vec<u8>, Vec<u8>)> = (0..20_u8)
+            .map(|i| {
+                let key = &keys[usize::from(i) % keys.len()];
+                let message = vec![i; usize::from(i)];
+                (key.node_id(), message.clone(), key.sign(&message))
+            })
+            .collect();
+        let verify = |signed: &[(NodeId, Vec<u8>, Vec<u8>)]| {
+            let all: Vec<_> = signed
+                .iter()
+                .map(|(node, message, signature)| SignedMessage { node: *node, message: message.clone(), signature })
+                .collect();
+            Ed25519Verifier.verify_all(&all)
+        };
+        for n in 0..signed.len() {
+            assert!(verify(&signed[..n]), "{n} signatures");
+        }
+        for at in 0..signed.len() {
+            let mut another_message = signed.clone();
+            another_message[at].1.push(0);
+            let mut anothers = signed.clone();
+            anothers[at].0 = keys[(at + 1) % keys.len()].node_id();
+            let mut broken = signed.clone();
+            broken[at].2[40] ^= 1;
+            let mut short = signed.clone();
+            short[at].2.pop();
+            let mut no_key = signed.clone();
+            no_key[at].0 = NodeId([0xff; 32]);
+            for (what, wrong) in [
+                ("message", another_message),
+                ("signer", anothers),
+                ("signature", broken),
+                ("length", short),
+                ("key", no_key),
+            ] {
+                assert!(!verify(&wrong), "{what} of {at}");
+                assert!(!verify(&wrong[at..=at]), "{what} of {at} alone");
+            }
+        }
     }
 
     #[test]

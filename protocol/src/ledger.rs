@@ -207,7 +207,7 @@ pub struct Ledger {
     adoption: Adoption,
     /// Of each client that has one.
     blocks: BTreeMap<NodeId, Block>,
-    /// Clients whose last claim the quota held back, and when.
+    /// Clients whose last claim was held back for want of places, and when.
     hungry: BTreeMap<NodeId, Timestamp>,
     counts: LedgerCounts,
 }
@@ -428,7 +428,7 @@ impl Ledger {
                 }
             }
         }
-        let refused = matches!(wait, Some(WaitReason::QuotaFull { .. }));
+        let refused = matches!(wait, Some(WaitReason::QuotaFull { .. } | WaitReason::EvaluationFull));
         self.note_claim(now, holder, stocked as u64, refused);
         (given, revoked, wait)
     }

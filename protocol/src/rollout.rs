@@ -390,12 +390,36 @@ pub fn verify_rollout(id: RolloutId, bytes: &[u8], verifier: &dyn Verifier) -> R
 ///
 /// # Errors
 /// [`RolloutError`] when it is not an envelope signed by its gateway.
-pub fn open_rollout(bytes: &[u8], verifier: &dyn Verifier) -> Result<Rollout, RolloutError> {
+fn open_rollout(bytes: &[u8], verifier: &dyn Verifier) -> Result<Rollout, RolloutError> {
+    let (env, rollout) = open_envelope(bytes)?;
+    check_signature(&env, &rollout, verifier)?;
+    Ok(rollout)
+}
+
+/// [`open_rollout`] of many, whose signatures are verified together.
+pub fn open_rollouts<B: AsRef<[u8]>>(many: &[B], verifier: &dyn Verifier) -> Vec<Result<Rollout, RolloutError>> {
+    let opened: Vec<_> = many.iter().map(|bytes| open_envelope(bytes.as_ref())).collect();
+    let signed: Vec<_> = opened.iter().flatten().map(|(env, _)| env.signature.of(Domain::Rollout, &env.body)).collect();
+    let all_good = verifier.verify_all(&signed);
+    let check = |(env, rollout): (Envelope, Rollout)| {
+        if !all_good || env.signature.signer != rollout.gateway {
+            check_signature(&env, &rollout, verifier)?;
+        }
+        Ok(rollout)
+    };
+    opened.into_iter().map(|opened| opened.and_then(check)).collect()
+}
+
+fn open_envelope(bytes: &[u8]) -> Result<(Envelope, Rollout), RolloutError> {
     let env: Envelope = decode("rollout envelope", bytes, ROLLOUT_LEN_BYTES_MAX)?;
     if env.magic != ENVELOPE_MAGIC || env.version != ENVELOPE_VERSION {
         return Err(RolloutError::Format { magic: env.magic, version: env.version });
     }
     let rollout: Rollout = decode("rollout", &env.body, ROLLOUT_LEN_BYTES_MAX)?;
+    Ok((env, rollout))
+}
+
+fn check_signature(env: &Envelope, rollout: &Rollout, verifier: &dyn Verifier) -> Result<(), RolloutError> {
     if env.signature.signer != rollout.gateway || !env.signature.verifies(verifier, Domain::Rollout, &env.body) {
         return Err(RolloutError::BadSignature {
             episode: rollout.episode,
@@ -403,7 +427,7 @@ pub fn open_rollout(bytes: &[u8], verifier: &dyn Verifier) -> Result<Rollout, Ro
             signer: env.signature.signer,
         });
     }
-    Ok(rollout)
+    Ok(())
 }
 
 /// Reads a rollout from a store that verified it on the way in.

@@ -394,7 +394,7 @@ mod tests {
     use crate::assignment::{Assignment, Purpose};
     use crate::ids::{EpisodeId, GroupId, JobId, ModelName, NodeId, TaskRef, Term};
     use crate::job::Sampling;
-    use crate::rollout::{Receipt, Rollout, RolloutError, receipt_body, verify_rollout};
+    use crate::rollout::{Receipt, Rollout, RolloutError, open_rollouts, receipt_body, verify_rollout};
     use crate::signed::{Domain, Signature, Signer, Verifier};
     use crate::time::Timestamp;
 
@@ -673,6 +673,21 @@ mod tests {
         longer.extend([messages[1].clone(), message("user", "q3")]);
         assert_eq!(world.call(&longer, &messages[1]).known_messages, 4);
         world.check();
+    }
+
+    #[test]
+    fn of_many_rollouts_only_those_that_their_gateway_did_not_sign_are_refused() {
+        let mut world = World::default();
+        let _plan = world.call(&[message("user", "q")], &message("assistant", "a"));
+        let sealed = |reward: f32| Rollout { reward, ..world.rollout() }.seal(&Notary).unwrap().bytes;
+        let mut many: Vec<Vec<u8>> = (0..6_u8).map(|i| sealed(f32::from(i))).collect();
+        assert!(open_rollouts(&many, &Notary).iter().all(Result::is_ok));
+        *many[2].last_mut().unwrap() ^= 1; // of the signature
+        many[4].truncate(9);
+        let opened = open_rollouts(&many, &Notary);
+        let bad: Vec<usize> = (0..6).filter(|i| opened[*i].is_err()).collect();
+        assert_eq!(bad, [2, 4]);
+        assert!(matches!(opened[2], Err(RolloutError::BadSignature { .. })), "{:?}", opened[2]);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 /// Version of the messages, a part of every protocol's and topic's name: 2 since they name their line. Nodes of another
 /// version do not understand each other, and say so when they meet.
-pub const WIRE_VERSION: u32 = 2;
+pub const WIRE_VERSION: u32 = 3;
 /// Longest request or response: four chunks or one rollout, with room for the frame.
 pub const CALL_LEN_BYTES_MAX: usize = (4 << 20) + (64 << 10);
 /// Longest frame of a generation stream: 128 Ki token ids of five bytes.
@@ -295,6 +295,8 @@ pub enum LeaderReply {
         revoked: Vec<EpisodeId>,
         /// Why there are fewer than wanted.
         wait: Option<WaitReason>,
+        /// When there are fewer: milliseconds after which asking again is worth it.
+        retry_ms: u32,
     },
     /// Done.
     Done,

@@ -9,6 +9,7 @@ use starling_protocol::rollout::{Rollout, Timeline, VerifiedRollout};
 use starling_protocol::task::Task;
 use starling_protocol::wire::WaitReason;
 use starling_protocol::{EpisodeId, GroupId, Hash, JobId, Lineage, ModelName, NodeId, PolicyVersion, Term, Timestamp};
+use std::time::Duration;
 
 const ALICE: NodeId = NodeId([1; 32]);
 const BOB: NodeId = NodeId([2; 32]);
@@ -481,6 +482,24 @@ fn a_block_is_whole_groups_from_slack_and_counts_as_running() {
     // A block that was begun makes room for another.
     l.handle_claim(Timestamp(0), ALICE, 0, 0, &[]);
     assert_eq!(l.handle_reserve(Timestamp(0), ALICE, 2, 0).len(), 2);
+}
+
+#[test]
+fn clients_that_are_held_back_ask_the_later_the_more_they_are() {
+    let mut l = ledger(roomy());
+    assert_eq!(claim(&mut l, ALICE, 32).len(), 32);
+    assert_eq!(l.retry_after(), Duration::ZERO);
+    let crowd = |i: u16| NodeId([[0xcc; 2], i.to_be_bytes()].concat().repeat(8).try_into().unwrap());
+    let mut last = Duration::ZERO;
+    for i in 0..1000 {
+        assert!(l.handle_claim(Timestamp(0), crowd(i), 1, 0, &[]).0.is_empty());
+        assert!(l.retry_after() > last);
+        last = l.retry_after();
+    }
+    assert_eq!(last, Duration::from_secs(2));
+    // When leases have run out, one of the crowd gets something, and those that ask no more are forgotten.
+    assert_eq!(l.handle_claim(Timestamp(5_000), crowd(0), 1, 0, &[]).0.len(), 1);
+    assert_eq!(l.retry_after(), Duration::ZERO);
 }
 
 #[test]

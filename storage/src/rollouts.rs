@@ -21,13 +21,37 @@ pub fn put_rollouts(
     rollouts: &[(RolloutId, &[u8], JobId)],
     durability: Durability,
 ) -> Result<usize, StoreError> {
-    let mut batch = Batch::new();
-    let mut new = 0;
-    for (id, envelope, job) in rollouts {
+    for (id, envelope, _) in rollouts {
         let got = RolloutId::of(envelope);
         if got != *id {
             return Err(StoreError::WrongId { expected: *id, got });
         }
+    }
+    put_hashed(store, rollouts, durability)
+}
+
+/// [`put_rollouts`] of envelopes whose ids nobody has named; returns these.
+///
+/// # Errors
+/// As [`Store::write`], and then nothing is stored. The call may be repeated.
+pub fn put_envelopes(
+    store: &dyn Store,
+    envelopes: &[(&[u8], JobId)],
+    durability: Durability,
+) -> Result<Vec<RolloutId>, StoreError> {
+    let hashed: Vec<_> = envelopes.iter().map(|(bytes, job)| (RolloutId::of(bytes), *bytes, *job)).collect();
+    put_hashed(store, &hashed, durability)?;
+    Ok(hashed.into_iter().map(|(id, _, _)| id).collect())
+}
+
+fn put_hashed(
+    store: &dyn Store,
+    rollouts: &[(RolloutId, &[u8], JobId)],
+    durability: Durability,
+) -> Result<usize, StoreError> {
+    let mut batch = Batch::new();
+    let mut new = 0;
+    for (id, envelope, job) in rollouts {
         new += usize::from(put_if_new(store, &mut batch, Family::Rollouts, *id, envelope)?);
         let key = job_rollout_key(*job, *id);
         if store.get(Family::RolloutsByJob, &key)?.is_none() {

@@ -229,8 +229,8 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// [`StoreError::Io`] when the file system does not say.
     fn headroom_bytes(&self) -> Result<Option<u64>, StoreError>;
 
-    /// Gives the space of deleted values back to the file system, which else happens little by little. Copies what is
-    /// left of files that hold deleted values: worth it after deleting much, not after each delete.
+    /// Gives the space of deleted values back to the file system; that of large ones comes back in no other way. Copies all
+    /// large values that are left: worth it after deleting much, not after each delete.
     ///
     /// # Errors
     /// As [`Store::write`].

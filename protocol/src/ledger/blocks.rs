@@ -14,8 +14,12 @@ use std::time::Duration;
 /// The share of the quota that all blocks together may have, and that stays free beside them: a quarter. At η = 1 that is half
 /// a step's episodes for blocks, and one and a half steps' for everything else, so no batch ever waits for a block.
 const SHARE: u64 = 4;
-/// A claim that the quota held back keeps blocks away for so long: several of the claims that such a client makes.
+/// A claim that was held back keeps blocks away for so long: several of the claims that such a client makes.
 const HUNGRY_FOR: Duration = Duration::from_secs(3);
+/// A client that was held back asks again after so long for each of them: all together ask 500 times a second.
+const RETRY_EACH: Duration = Duration::from_millis(2);
+/// But after this time at the latest.
+const RETRY_MAX: Duration = Duration::from_secs(10);
 
 /// What a client said of its block at its last claim.
 #[derive(Clone, Copy, Debug)]
@@ -27,7 +31,14 @@ pub(super) struct Block {
 }
 
 impl Ledger {
-    /// Notes how the claim of `holder` went: `stocked` episodes lie in its block, and it was refused some for want of quota
+    /// When clients that are held back should ask again, from their last claim: the more they are, the later. A crowd of
+    /// clients beyond what the quota can employ is nothing that a leader should be busy with.
+    #[must_use]
+    pub fn retry_after(&self) -> Duration {
+        (RETRY_EACH * u32::try_from(self.hungry.len()).unwrap_or(u32::MAX)).min(RETRY_MAX)
+    }
+
+    /// Notes how the claim of `holder` went: `stocked` episodes lie in its block, and it was refused some for want of places
     /// or not.
     pub(super) fn note_claim(&mut self, now: Timestamp, holder: NodeId, stocked: u64, refused: bool) {
         let until = now + Duration::from_millis(self.job.spec.lease_ttl_ms);
@@ -36,7 +47,8 @@ impl Ledger {
         if stocked > 0 {
             self.blocks.insert(holder, Block { size: stocked, until });
         }
-        self.hungry.retain(|_, at| now < *at + HUNGRY_FOR);
+        let hungry_for = HUNGRY_FOR.max(self.retry_after() * 2);
+        self.hungry.retain(|_, at| now < *at + hungry_for);
         if refused {
             self.hungry.insert(holder, now);
         } else {

@@ -25,6 +25,8 @@ pub(super) struct Blocks {
     wanted: Timestamp,
     /// Leaders that did not answer, and when.
     silent: BTreeMap<ModelName, Timestamp>,
+    /// Models whose leader has nothing to give: why, and when to ask again.
+    held_back: BTreeMap<ModelName, (String, Timestamp)>,
 }
 
 impl Blocks {
@@ -97,6 +99,19 @@ impl Blocks {
         } else {
             self.silent.insert(model.clone(), now);
         }
+    }
+
+    /// Notes why the model's leader gave less than was asked for, and when to ask it again; `None` when it gave all.
+    pub(super) fn note_held_back(&mut self, model: &ModelName, why: Option<(String, Timestamp)>) {
+        match why {
+            Some(why) => self.held_back.insert(model.clone(), why),
+            None => self.held_back.remove(model),
+        };
+    }
+
+    /// Why asking the model's leader again now would bring nothing, by its own word.
+    pub(super) fn held_back(&self, now: Timestamp, model: &ModelName) -> Option<&str> {
+        self.held_back.get(model).filter(|(_, until)| now < *until).map(|(why, _)| why.as_str())
     }
 
     /// Whether the model's leader was silent a moment ago.

@@ -197,6 +197,12 @@ impl Client {
             if want > 0 && left == 0 && lock(&inner.blocks).is_silent((inner.core.clock())(), &model) {
                 continue;
             }
+            if running.is_empty()
+                && let Some(why) = lock(&inner.blocks).held_back((inner.core.clock())(), &model)
+            {
+                out.wait = Some(why.to_owned());
+                continue;
+            }
             // A renewal holds nobody back.
             let asking = (left > 0).then(|| {
                 Pending::new(inner, format!("{model}: no answer yet from its leader, which was asked for episodes"))
@@ -214,7 +220,7 @@ impl Client {
             let now = (inner.core.clock())();
             lock(&inner.blocks).note_answer(now, &model, reply.is_ok());
             match reply {
-                Ok(LeaderReply::Assigned { mut assignments, revoked, wait }) => {
+                Ok(LeaderReply::Assigned { mut assignments, revoked, wait, retry_ms }) => {
                     inner.leases.note(now, &assignments, &running, &revoked);
                     let begins = assignments.len().min(left as usize);
                     let ahead = assignments.split_off(begins);
@@ -224,6 +230,10 @@ impl Client {
                     // The caller knows nothing of those that have not begun.
                     out.assignments.retain(|a| !revoked.contains(&a.episode));
                     out.revoked.extend(revoked.into_iter().filter(|id| !blocks.remove(&model, *id)));
+                    if left > 0 {
+                        let until = now + Duration::from_millis(u64::from(retry_ms));
+                        blocks.note_held_back(&model, wait.as_ref().map(|w| (describe(&model, w), until)));
+                    }
                     drop(blocks);
                     if let Some(w) = wait.filter(|_| !draining) {
                         out.wait = Some(describe(&model, &w));

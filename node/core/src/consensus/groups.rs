@@ -353,7 +353,7 @@ impl Groups {
         deadline: Instant,
     ) -> Result<(), CreateError> {
         loop {
-            let error = match self.write(group, None, entry.clone()).await {
+            let error = match self.write(group, entry.clone()).await {
                 Ok(Applied::Yes | Applied::Already) => return Ok(()),
                 Ok(Applied::Refused(why)) => return Err(CreateError::Refused(why.to_string())),
                 Err(ProposeError::NotLeader(Some(leader))) if leader != self.node => {

@@ -6,7 +6,7 @@ use openraft::impls::ProgressResponder;
 use starling_protocol::codec::encode;
 use starling_protocol::control::{Applied, ControlEntry};
 use starling_protocol::{ModelName, NodeId, Term};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::errors::{ProposeError, ReadError};
 use super::group::Group;
@@ -25,11 +25,14 @@ impl Groups {
     /// [`ProposeError`]
     pub async fn propose(&self, model: &ModelName, entry: ControlEntry) -> Result<Applied, ProposeError> {
         let group = self.group(model).ok_or_else(|| ProposeError::NoGroup(model.clone()))?;
-        self.write(&group, None, entry).await
+        self.write(&group, entry).await
     }
 
     /// As [`Groups::propose`], but only while this node is the leader of `term`: the check and the append are one
     /// step, so an entry of an earlier term is never logged in a later one.
+    ///
+    /// A quorum that is silent is waited for as long as the term lasts: the entry stays in the log of its leader, which
+    /// offers it again. Callers drop the future when [`LeaderView::term`](super::LeaderView::term) has grown.
     ///
     /// # Errors
     /// [`ProposeError`]
@@ -40,41 +43,37 @@ impl Groups {
         entry: ControlEntry,
     ) -> Result<Applied, ProposeError> {
         let group = self.group(model).ok_or_else(|| ProposeError::NoGroup(model.clone()))?;
-        self.write(&group, Some(term), entry).await
+        self.append(&group, Some(term), entry).await
     }
 
-    pub(super) async fn write(
-        &self,
-        group: &Group,
-        term: Option<Term>,
-        entry: ControlEntry,
-    ) -> Result<Applied, ProposeError> {
+    pub(super) async fn write(&self, group: &Group, entry: ControlEntry) -> Result<Applied, ProposeError> {
+        let after = self.config.propose_timeout;
+        let appended = timeout(after, self.append(group, None, entry)).await;
+        appended.unwrap_or_else(|_elapsed| Err(ProposeError::Unknown { after, reason: self.why_no_quorum(group) }))
+    }
+
+    async fn append(&self, group: &Group, term: Option<Term>, entry: ControlEntry) -> Result<Applied, ProposeError> {
         let got = encode(&entry).len();
         if got > ENTRY_LEN_BYTES_MAX {
             return Err(ProposeError::TooLong { got, max: ENTRY_LEN_BYTES_MAX });
         }
-        let after = self.config.propose_timeout;
-        let unknown = |reason: String| ProposeError::Unknown { after, reason };
+        let began = Instant::now();
+        let unknown = |reason: String| ProposeError::Unknown { after: began.elapsed(), reason };
         let (responder, done) = ProgressResponder::complete_only();
         let mut request = group.raft.write(LogPayload(entry)).responder(responder);
         if let Some(term) = term {
             request = request.with_leader(term.0);
         }
-        let result = timeout(after, async {
-            request.await.map_err(|fatal| unknown(fatal.to_string()))?;
-            done.await.map_err(|_dropped| unknown("the group stopped".into()))
-        });
-        match result.await {
-            Err(_elapsed) => Err(unknown(self.why_no_quorum(group))),
-            Ok(Err(error)) => Err(error),
-            Ok(Ok(Ok(response))) => Ok(response.data),
-            Ok(Ok(Err(ClientWriteError::ForwardToLeader(forward)))) => match forward.leader_id {
+        request.await.map_err(|fatal| unknown(fatal.to_string()))?;
+        match done.await.map_err(|_dropped| unknown("the group stopped".into()))? {
+            Ok(response) => Ok(response.data),
+            Err(ClientWriteError::ForwardToLeader(forward)) => match forward.leader_id {
                 None if group.leadership.get().wait.is_some() => Err(ProposeError::NoQuorum(self.why_no_quorum(group))),
                 leader => Err(ProposeError::NotLeader(leader)),
             },
-            Ok(Ok(Err(error @ ClientWriteError::LogEntryDiscarded(_)))) => Err(unknown(error.to_string())),
+            Err(error @ ClientWriteError::LogEntryDiscarded(_)) => Err(unknown(error.to_string())),
             // Only changes of membership can fail so.
-            Ok(Ok(Err(error))) => Err(unknown(error.to_string())),
+            Err(error) => Err(unknown(error.to_string())),
         }
     }
 
@@ -85,8 +84,16 @@ impl Groups {
     /// [`ReadError`]
     pub async fn linearizable_barrier(&self, model: &ModelName) -> Result<(), ReadError> {
         let group = self.group(model).ok_or_else(|| ReadError::NoGroup(model.clone()))?;
-        match timeout(self.config.propose_timeout, group.raft.ensure_linearizable(ReadPolicy::ReadIndex)).await {
-            Ok(Ok(_)) => Ok(()),
+        // openraft's read index is what this process knows to be committed, or the first entry of its term. That is too
+        // little for a leader which was restarted within its term and whose disk had not noted the newest commits. What
+        // it had logged by now covers whatever it ever committed.
+        let logged = group.metrics().last_log_index;
+        let limit = self.config.propose_timeout;
+        match timeout(limit, group.raft.ensure_linearizable(ReadPolicy::ReadIndex)).await {
+            Ok(Ok(_)) => {
+                let applied = group.raft.wait(Some(limit)).applied_index_at_least(logged, "all that was logged").await;
+                applied.map(drop).map_err(|_late| ReadError::NoQuorum(self.why_no_quorum(&group)))
+            }
             Err(_elapsed) => Err(ReadError::NoQuorum(self.why_no_quorum(&group))),
             Ok(Err(RaftError::APIError(LinearizableReadError::ForwardToLeader(f)))) => {
                 Err(ReadError::NotLeader(f.leader_id))

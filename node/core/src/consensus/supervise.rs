@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use openraft::{Instant as _, ServerState};
 use starling_protocol::record::Fitness;
-use starling_protocol::{NodeId, Term};
+use starling_protocol::{ModelName, NodeId, Term};
 use tokio::time::{Instant, sleep};
 
 use super::group::Group;
@@ -24,6 +24,13 @@ pub(super) const WITNESS: &str = "it is a witness";
 pub(super) const PROBE_EVERY: Duration = Duration::from_secs(5);
 
 impl Groups {
+    /// Why an entry of this node is not committed, as far as it can see: for whoever waits.
+    #[must_use]
+    pub fn why_nothing_passes(&self, model: &ModelName) -> String {
+        self.group(model)
+            .map_or_else(|| format!("this node is not in the group of {model}"), |g| self.why_no_quorum(&g))
+    }
+
     pub(super) fn why_no_quorum(&self, group: &Group) -> String {
         let metrics = group.metrics();
         let voters: BTreeSet<_> = metrics.membership_config.voter_ids().collect();

@@ -158,13 +158,15 @@ impl Desk {
                         let ahead = (*ahead as usize).min(CLAIM_MAX);
                         assignments.extend(o.ledger.handle_reserve(now, from, ahead, stocked));
                     }
-                    LeaderReply::Assigned { assignments, revoked, wait }
+                    let retry_ms = wait.as_ref().map_or(0, |_| retry_ms(&o.ledger));
+                    LeaderReply::Assigned { assignments, revoked, wait, retry_ms }
                 }
                 // Leases of the former term go on: the ledger takes them over when they are renewed once it is there.
                 None => LeaderReply::Assigned {
                     assignments: Vec::new(),
                     revoked: Vec::new(),
                     wait: Some(self.why_closed()),
+                    retry_ms: 0,
                 },
             }),
             LeaderCall::Abort { episodes, .. } => {
@@ -201,4 +203,8 @@ impl Desk {
         let has_job = state.is_some_and(|s| s.borrow().running_job().is_some());
         if has_job { WaitReason::LeaderStarting } else { WaitReason::NoJob }
     }
+}
+
+fn retry_ms(ledger: &Ledger) -> u32 {
+    u32::try_from(ledger.retry_after().as_millis()).unwrap_or(u32::MAX)
 }

@@ -14,6 +14,7 @@ use starling_protocol::wire::RolloutAnnouncement;
 use starling_protocol::{NodeId, Term};
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
+use std::pin::pin;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
@@ -37,13 +38,15 @@ pub(super) async fn lead(desk: Arc<Desk>, mut intake: mpsc::Receiver<RolloutAnno
         if view.is_self {
             tracing::info!(model = %desk.model, term = view.term.0, "this node leads");
             let run = run_term(&desk, view.term, &mut intake);
+            // A quorum that is silent for longer than the lease ends nothing: the same node may lead the same term a second
+            // later, and what runs is worth keeping. Until then no claim is answered ([`Desk::on_call`]), no entry passes.
             let lost = async {
                 loop {
                     if leadership.changed().await.is_err() {
                         return;
                     }
-                    let v = leadership.borrow_and_update();
-                    if (!v.is_self || v.term != view.term) && !planted::has(Bug::SkipFencing) {
+                    let term = leadership.borrow_and_update().term;
+                    if term != view.term && !planted::has(Bug::SkipFencing) {
                         return;
                     }
                 }
@@ -51,7 +54,7 @@ pub(super) async fn lead(desk: Arc<Desk>, mut intake: mpsc::Receiver<RolloutAnno
             let ended = tokio::select! {
                 biased;
                 () = shutdown.cancelled() => return,
-                () = lost => Err("leadership was lost".to_owned()),
+                () = lost => Err("another term began".to_owned()),
                 r = run => r,
             };
             *desk.open.lock().unwrap_or_else(PoisonError::into_inner) = None;
@@ -265,6 +268,11 @@ impl<'a> JobRun<'a> {
     async fn on_beat(&mut self) -> Result<(), String> {
         let now = (self.desk.context.clock)();
         self.desk.with_ledger(|l| l.handle_timeout(now));
+        let state = self.desk.context.groups.state(&self.desk.model).ok_or("the group is closed")?;
+        let (logged, ours) = (state.borrow().version, self.desk.with_ledger(|l| l.version()));
+        if Some(logged) != ours {
+            return Err(format!("the log stands at version {logged}, which this node did not train"));
+        }
         if self.training.is_none() && self.heard.elapsed() > QUIET {
             self.heard = Instant::now();
             self.adopt_stored(0).await;
@@ -309,6 +317,12 @@ impl<'a> JobRun<'a> {
     }
 
     fn tell(&self) {
+        let view = self.desk.context.groups.leadership(&self.desk.model).map(|v| v.borrow().clone());
+        if let Some(view) = view.filter(|v| !v.is_self) {
+            let why = view.wait.unwrap_or_else(|| "no quorum answers".into());
+            self.desk.doing(format!("term {} is held up: {why}", self.term));
+            return;
+        }
         let said = self.desk.with_ledger(|l| match (&self.training, l.evaluation_progress()) {
             (Some(t), _) => format!("training version {}", t.batch.next),
             (None, Some((phase, have, of))) => {
@@ -442,7 +456,17 @@ impl<'a> JobRun<'a> {
         if planted::has(Bug::SkipFencing) {
             return self.desk.context.models.propose(&self.desk.model, entry).await.map_err(|e| e.to_string());
         }
-        match self.desk.context.groups.propose_as(&self.desk.model, self.term, entry).await {
+        let mut proposed = pin!(self.desk.context.groups.propose_as(&self.desk.model, self.term, entry));
+        let outcome = loop {
+            match timeout(BEAT, &mut proposed).await {
+                Ok(outcome) => break outcome,
+                Err(_elapsed) => {
+                    let why = self.desk.context.groups.why_nothing_passes(&self.desk.model);
+                    self.desk.doing(format!("waiting for a quorum to commit what was proposed: {why}"));
+                }
+            }
+        };
+        match outcome {
             Ok(Applied::Yes | Applied::Already) => Ok(()),
             Ok(Applied::Refused(why)) => Err(format!("the log refused it: {why}")),
             Err(e @ ProposeError::Unknown { .. }) => Err(format!("outcome unknown, reading the log again: {e}")),

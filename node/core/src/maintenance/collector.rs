@@ -19,6 +19,8 @@ const BLOB_ROWS: usize = 4096;
 const ORPHANS_MAX: usize = 1 << 16;
 /// Deleted bytes that are worth a [`Store::reclaim`], which copies what shares files with them.
 const RECLAIM_BYTES: u64 = 256 << 20;
+/// What a reclaim gives back is at least one part in so many of the store: it copies three times that at most.
+const RECLAIM_SHARE: u64 = 4;
 
 /// What the node knows when it collects.
 #[derive(Clone, Debug)]
@@ -75,11 +77,20 @@ impl Collector {
         done.wrapped = self.rollouts_after.is_none() && self.blobs_after.is_none();
         // A rollout's length is not read for this; a few KiB are what most have.
         self.unreclaimed_bytes += done.blob_bytes + done.rollouts * (4 << 10);
-        if self.unreclaimed_bytes >= RECLAIM_BYTES || (full && self.unreclaimed_bytes > 0) {
+        if (full && self.unreclaimed_bytes > 0) || self.is_worth_a_reclaim(store)? {
             self.unreclaimed_bytes = 0;
             store.reclaim()?;
         }
         Ok(done)
+    }
+
+    /// A reclaim copies what is left, so it waits until it gives back a share of that, unless the space is needed.
+    fn is_worth_a_reclaim(&self, store: &dyn Store) -> Result<bool, StoreError> {
+        if self.unreclaimed_bytes < RECLAIM_BYTES {
+            return Ok(false);
+        }
+        let is_short = store.headroom_bytes()?.is_some_and(|left| left < self.unreclaimed_bytes);
+        Ok(is_short || self.unreclaimed_bytes >= store.size_bytes()? / RECLAIM_SHARE)
     }
 
     fn collect_rollouts(

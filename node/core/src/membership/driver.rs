@@ -126,11 +126,11 @@ impl Driver {
     /// Does what is due.
     fn turn(&mut self, inner: &Arc<Inner>) {
         let now = Instant::now();
-        let live = {
+        let (live, unrecorded) = {
             let mut swim = lock(&inner.swim);
             swim.expire(now);
             inner.tell(&mut swim);
-            swim.table.live()
+            (swim.table.live(), swim.table.unrecorded())
         };
         if std::mem::replace(&mut self.alone, live == 1) && live > 1 {
             self.on_company(inner, now, live);
@@ -149,7 +149,7 @@ impl Driver {
             self.merge_at = now + self.config.merge_every;
             self.merge(inner);
         }
-        if inner.differs.swap(false, Ordering::AcqRel) {
+        if inner.differs.swap(false, Ordering::AcqRel) || unrecorded > 0 {
             let thousands = u32::try_from(live.div_ceil(SYNC_AGAIN_NODES)).unwrap_or(u32::MAX);
             self.sync_at = self.sync_at.min(self.synced_at + SYNC_AGAIN * thousands).max(now);
         }
@@ -160,13 +160,15 @@ impl Driver {
         if self.introduce_at.is_some_and(|at| now >= at) {
             self.introduce_at = None;
             let own = lock(&inner.swim).table.get(inner.node).and_then(|r| r.known.clone());
-            if let Some(own) = own {
+            // Of others nobody decides anything by their record: a crowd of clients that told everyone at once would
+            // be n² records, each six times. Whom they join has theirs, and tables are compared.
+            if let Some(own) = own.filter(|k| k.record.holds_rollouts()) {
                 inner.transport.0.publish(Topic::Nodes, encode(&Gossip::Node(own.signed.clone())));
             }
         }
     }
 
-    /// The first member is met: the tables are compared soon, and the mesh learns who this node is.
+    /// The first member is met: the tables are compared soon, and the mesh learns of a new holder.
     fn on_company(&mut self, inner: &Inner, now: Instant, live: usize) {
         let (soon, spread) = {
             let mut swim = lock(&inner.swim);

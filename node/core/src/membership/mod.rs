@@ -473,6 +473,9 @@ impl Inner {
             let taken = swim.table.take(known, now_s);
             debug_assert!(taken, "the own record has a new sequence number");
             self.tell_of_holders(&swim);
+            if swim.table.live() == 1 {
+                return; // nobody hears it: see the driver's `on_company`
+            }
             signed
         };
         self.transport.0.publish(Topic::Nodes, encode(&Gossip::Node(signed)));

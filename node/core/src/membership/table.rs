@@ -66,6 +66,10 @@ impl Row {
     pub(super) fn sequence(&self) -> u64 {
         self.known.as_ref().map_or(0, |k| k.record.sequence)
     }
+    /// Lives, and its record is not known.
+    fn is_unrecorded(&self) -> bool {
+        self.version.lives() && self.known.is_none()
+    }
     /// Lives, and holds rollouts and weights for others.
     fn provides(&self) -> bool {
         self.version.lives() && self.known.as_ref().is_some_and(|k| k.record.holds_rollouts())
@@ -80,6 +84,8 @@ pub(super) struct Table {
     rows: Vec<Row>,
     count: usize,
     live: usize,
+    /// Live nodes whose record is not known.
+    unrecorded: usize,
     buckets: Box<[u64; BUCKETS]>,
     records_bytes: usize,
     /// Live nodes that hold rollouts and weights for others, with their places: few, and asked for all the time.
@@ -105,6 +111,7 @@ impl Table {
             rows: Vec::new(),
             count: 0,
             live: 0,
+            unrecorded: 0,
             buckets: Box::new([0; BUCKETS]),
             records_bytes: 0,
             providers: BTreeMap::new(),
@@ -182,6 +189,10 @@ impl Table {
     pub(super) fn live(&self) -> usize {
         self.live
     }
+    /// Live nodes whose record is not known.
+    pub(super) fn unrecorded(&self) -> usize {
+        self.unrecorded
+    }
     pub(super) fn is_live(&self, node: NodeId) -> bool {
         self.get(node).is_some_and(|r| r.version.lives())
     }
@@ -197,7 +208,9 @@ impl Table {
     fn change(&mut self, at: usize, change: impl FnOnce(&mut Row)) {
         let row = &mut self.rows[at];
         let (before, lived, provided) = ((row.version.settled(), row.sequence()), row.version.lives(), row.provides());
+        let was_unrecorded = row.is_unrecorded();
         change(row);
+        self.unrecorded = self.unrecorded + usize::from(row.is_unrecorded()) - usize::from(was_unrecorded);
         let (after, lives, provides) = ((row.version.settled(), row.sequence()), row.version.lives(), row.provides());
         if before != after {
             let (bucket, print) = self.directory.places().print(at);
@@ -238,6 +251,7 @@ impl Table {
         *slot = slot.wrapping_add(fingerprint(print, (version.settled(), 0)));
         if version.lives() {
             self.live += 1;
+            self.unrecorded += 1;
             self.live_list = None;
         }
         Some(at)

@@ -8,10 +8,10 @@ use serde_bytes::ByteBuf;
 use starling_protocol::codec::{decode, encode};
 use starling_protocol::planted::{self, Bug};
 use starling_protocol::record::Intake;
-use starling_protocol::rollout::{ROLLOUT_LEN_BYTES_MAX, open_rollout};
+use starling_protocol::rollout::{ROLLOUT_LEN_BYTES_MAX, open_rollouts};
 use starling_protocol::signed::Verifier;
 use starling_protocol::wire::{CALL_LEN_BYTES_MAX, HAVE_MAX, RolloutCall, RolloutReply};
-use starling_protocol::{Hash, NodeId, RolloutId};
+use starling_protocol::{NodeId, RolloutId};
 use starling_storage::quarantine::quarantine_rollout;
 use starling_storage::{Durability, SharedStore, Store, StoreError, consumed, rollouts};
 use std::sync::Arc;
@@ -77,16 +77,16 @@ fn answer(
     let reply = match call {
         RolloutCall::Put(bodies) => {
             let mut items = Vec::with_capacity(bodies.len());
-            for body in &bodies {
-                match open_rollout(body, verifier) {
-                    Ok(r) => items.push((Hash::of(body), body.as_slice(), r.job)),
+            for (body, opened) in bodies.iter().zip(open_rollouts(&bodies, verifier)) {
+                match opened {
+                    Ok(r) => items.push((body.as_slice(), r.job)),
                     Err(e) => tracing::warn!(from = %from.short(), error = %e, "rollout refused"),
                 }
             }
             let durability =
                 if planted::has(Bug::AcknowledgeBeforePersist) { Durability::Buffered } else { Durability::Synced };
-            match rollouts::put_rollouts(&**store, &items, durability) {
-                Ok(_) => RolloutReply::Stored(items.iter().map(|(id, _, _)| *id).collect()),
+            match rollouts::put_envelopes(&**store, &items, durability) {
+                Ok(ids) => RolloutReply::Stored(ids),
                 Err(e) => refused(&e),
             }
         }
