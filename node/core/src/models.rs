@@ -183,8 +183,7 @@ impl Models {
         let limit = if matches!(call, LeaderCall::Propose { .. }) { PROPOSE_LIMIT } else { LEADER_LIMIT };
         let order = known.leader.map(|(n, _)| n).into_iter().chain(known.voters);
         // One without a connection may be gone and not missed yet: it is asked last.
-        let connected = self.transport.connected();
-        let is_near = |n: &NodeId| *n == self.transport.local() || connected.contains(n);
+        let is_near = |n: &NodeId| *n == self.transport.local() || self.transport.is_connected(*n);
         let (near, far): (Vec<_>, Vec<_>) = order.partition(is_near);
         let mut order = [near, far].concat();
         let body = encode(call);

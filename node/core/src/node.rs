@@ -313,7 +313,7 @@ impl NodeCore {
     /// Servers first, this one among them, then witnesses up to an odd number.
     fn voters(&self) -> Vec<NodeId> {
         let live = self.membership.live();
-        let has = |n: &NodeId, role| self.membership.record(*n).is_some_and(|r| r.has(role));
+        let has = |n: &NodeId, role| self.membership.of_record(*n, |r| r.has(role)) == Some(true);
         let mut voters = vec![self.node()];
         voters.extend(live.iter().copied().filter(|n| *n != self.node() && has(n, Role::Server)));
         voters.truncate(VOTERS_MAX);

@@ -147,6 +147,10 @@ impl Transport for Mesh {
         self.shared.links().iter().filter(|l| l.is_confirmed()).map(|l| l.node).collect()
     }
 
+    fn is_connected(&self, peer: NodeId) -> bool {
+        self.shared.link(peer).is_some_and(|l| l.is_confirmed())
+    }
+
     fn add_addresses(&self, peer: NodeId, addresses: &[String]) {
         let parsed = addresses.iter().filter_map(|text| match parse_address(peer, text) {
             Ok(address) => Some(address),

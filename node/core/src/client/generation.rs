@@ -364,7 +364,6 @@ impl Generation {
     /// transport itself may take its idle timeout (10 s with QUIC) to say so.
     fn drop_the_dead(&mut self) {
         let core = self.inner.core.clone();
-        let connected = core.transport().connected();
         for i in (0..self.legs.len()).rev() {
             let (server, open) = (self.legs[i].server, self.legs[i].is_open());
             if server == core.node() {
@@ -372,7 +371,7 @@ impl Generation {
             }
             if !core.membership().is_live(server) {
                 self.lost(i, format!("{} left the mesh", server.short()));
-            } else if open && connected.binary_search(&server).is_err() {
+            } else if open && !core.transport().is_connected(server) {
                 self.lost(i, format!("the connection to {} closed", server.short()));
             }
         }

@@ -50,7 +50,7 @@ impl Groups {
         model: &ModelName,
         lineage: &Lineage,
     ) -> Result<(), JoinError> {
-        let serves = self.membership.record(from).is_some_and(|r| r.has(Role::Server));
+        let serves = self.membership.of_record(from, |r| r.has(Role::Server)) == Some(true);
         if !serves || !self.membership.is_live(from) {
             return Err(JoinError::UnknownInviter { from });
         }

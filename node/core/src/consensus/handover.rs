@@ -43,7 +43,7 @@ impl Groups {
         if node == self.node {
             return self.fitness(model);
         }
-        self.membership.record(node).map_or(Fitness::Unknown, |r| fitness_of(&r, model))
+        self.membership.of_record(node, |r| fitness_of(r, model)).unwrap_or(Fitness::Unknown)
     }
 
     /// Whether `node` is leaving the mesh, as it says.
@@ -51,16 +51,15 @@ impl Groups {
         if node == self.node {
             return self.is_draining();
         }
-        self.membership.record(node).is_some_and(|r| r.intake == Intake::Draining)
+        self.membership.of_record(node, |r| r.intake) == Some(Intake::Draining)
     }
 
     /// Whether `node` may lead the group: a server that answers, does not leave, and can hold the trainer.
     pub(super) fn may_lead(&self, node: NodeId, model: &ModelName) -> bool {
-        let record = self.membership.record(node);
-        let able = record.is_none_or(|r| {
-            r.has(Role::Server) && r.intake != Intake::Draining && !matches!(fitness_of(&r, model), Fitness::TooSmall)
+        let able = self.membership.of_record(node, |r| {
+            r.has(Role::Server) && r.intake != Intake::Draining && !matches!(fitness_of(r, model), Fitness::TooSmall)
         });
-        able && self.membership.is_live(node)
+        able.unwrap_or(true) && self.membership.is_live(node)
     }
 
     /// Voters that could be asked to lead now: their logs are complete.
@@ -68,7 +67,7 @@ impl Groups {
         let m = group.metrics();
         let now = self.started.elapsed();
         let steady = lock(&group.sightings).steady(now, self.config.transfer_after);
-        let full = |n: NodeId| self.membership.record(n).is_some_and(|r| r.intake == Intake::Full);
+        let full = |n: NodeId| self.membership.of_record(n, |r| r.intake) == Some(Intake::Full);
         let voters: BTreeSet<_> = m.membership_config.voter_ids().collect();
         let newest = m.replication.iter().flatten().filter(|(n, _)| **n != self.node && voters.contains(*n));
         let newest: Vec<_> = newest.filter(|(n, _)| self.may_lead(**n, &group.model)).collect();

@@ -72,17 +72,19 @@ impl Groups {
         Some(s)
     }
 
-    /// Live nodes whose word counts, and members that live with another store than the one that has their seat: those have
+    /// Live members, and others that could become one, whose word counts; and members that live with another store than the one that has their seat: those have
     /// forgotten what they promised, and answer nothing in it.
     pub(super) fn answering(&self, group: &Group) -> (BTreeSet<NodeId>, BTreeSet<NodeId>) {
         let m = group.metrics();
         let membership = m.membership_config.membership();
         let forgot = |n: &NodeId| {
             let seat = membership.get_node(n).map(|seat| seat.store);
-            let now = self.membership.record(*n).map(|r| r.store).filter(|s| *s != StoreId::default());
+            let now = self.membership.of_record(*n, |r| r.store).filter(|s| *s != StoreId::default());
             *n != self.node && seat.zip(now).is_some_and(|(seat, now)| seat != now)
         };
-        self.membership.live().into_iter().partition(|n| !forgot(n))
+        // Thousands of clients may live beside them.
+        let members = membership.nodes().map(|(n, _)| *n).filter(|n| self.membership.is_live(*n));
+        members.chain(self.membership.live_holders()).partition(|n| !forgot(n))
     }
 
     /// The group as this node sees it, led by `leader`: who lives is steady, and no learner lags.
@@ -95,7 +97,7 @@ impl Groups {
         let known: BTreeSet<_> = voters.iter().chain(&learners).chain(&live).copied().collect();
         // Without a record, or with neither role (its operator changed it), a member counts as a server, which votes
         // and is missed like one; it takes a record with the role to be taken in.
-        let role = |n: &NodeId, role| self.membership.record(*n).is_some_and(|r| r.has(role));
+        let role = |n: &NodeId, role| self.membership.of_record(*n, |r| r.has(role)) == Some(true);
         let is_member = |n: &NodeId| voters.contains(n) || learners.contains(n);
         let witness = |n: &&NodeId| role(n, Role::Witness) && !role(n, Role::Server);
         let server = |n: &&NodeId| role(n, Role::Server) || is_member(n) && !witness(n);

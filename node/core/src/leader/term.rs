@@ -428,8 +428,7 @@ impl<'a> JobRun<'a> {
             let others = context.membership.live_takers().into_iter().filter(|n| *n != local);
             let order = starling_protocol::placement::holders(key, others, usize::MAX);
             // One without a connection may be gone and not missed yet: it is asked last.
-            let connected = context.transport.connected();
-            let (near, far): (Vec<_>, Vec<_>) = order.into_iter().partition(|n| connected.contains(n));
+            let (near, far): (Vec<_>, Vec<_>) = order.into_iter().partition(|n| context.transport.is_connected(*n));
             let order = [near, far].concat();
             if order.is_empty() {
                 // Alone: the group has one voter, or the quorum is lost and the proposal will not pass.

@@ -59,7 +59,7 @@ impl Maintenance {
     /// [`DrainError`] when nobody is left to hand things to; nothing changed then.
     pub(crate) fn begin_drain(&self) -> Result<(), DrainError> {
         let parts = &self.parts;
-        let holds = parts.membership.record(parts.node).is_some_and(|r| r.holds_rollouts());
+        let holds = parts.membership.of_record(parts.node, |r| r.holds_rollouts()) == Some(true);
         if holds && !parts.membership.live_takers().iter().any(|n| *n != parts.node) {
             return Err(DrainError::OnlyHolder);
         }

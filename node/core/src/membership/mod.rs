@@ -297,6 +297,10 @@ impl Membership {
     pub fn record(&self, node: NodeId) -> Option<NodeRecord> {
         lock(&self.inner.swim).table.get(node)?.known.as_ref().map(|k| k.record.clone())
     }
+    /// What `of` makes of what `node` last said of itself, without copying that.
+    pub fn of_record<T>(&self, node: NodeId, of: impl FnOnce(&NodeRecord) -> T) -> Option<T> {
+        lock(&self.inner.swim).table.get(node)?.known.as_ref().map(|k| of(&k.record))
+    }
     /// How many records are known, without copying them.
     #[must_use]
     pub fn record_count(&self) -> usize {

@@ -40,9 +40,9 @@ impl Rollouts {
         for attempt in 0..2 {
             let mut by_holder: BTreeMap<NodeId, Vec<RolloutId>> = BTreeMap::new();
             // One without a connection may be gone: it is asked when the others do not have it.
-            let connected = self.transport.connected();
             for w in wanted.iter().filter(|w| !found.contains_key(&w.id)) {
-                let (near, far): (Vec<&NodeId>, Vec<&NodeId>) = w.holders.iter().partition(|h| connected.contains(h));
+                let (near, far): (Vec<&NodeId>, Vec<&NodeId>) =
+                    w.holders.iter().partition(|h| self.transport.is_connected(**h));
                 if let Some(h) = near.into_iter().chain(far).nth(attempt % w.holders.len().max(1)) {
                     by_holder.entry(*h).or_default().push(w.id);
                 }

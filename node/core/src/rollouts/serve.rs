@@ -44,7 +44,7 @@ impl Rollouts {
     }
 
     fn is_draining(&self) -> bool {
-        self.membership.record(self.transport.local()).is_some_and(|r| r.intake == Intake::Draining)
+        self.membership.of_record(self.transport.local(), |r| r.intake) == Some(Intake::Draining)
     }
 
     /// Moves a rollout that was read and found corrupt out of the way, and fetches it from another holder.
