@@ -207,14 +207,16 @@ impl Desk {
         let host = Arc::clone(&self.host);
         let asked: Vec<_> = self.open.keys().copied().collect();
         let asked_at = Instant::now();
-        self.schedule_renewal(asked_at);
+        if want == 0 {
+            self.schedule_renewal(asked_at);
+        }
         Box::pin(async move {
             let outcome = host.claim(want, &asked).await;
             ClaimReply { want, asked, asked_at, outcome }
         })
     }
 
-    /// Every claim renews, so the next renewal counts from the newest.
+    /// Claims mostly renew, too, so the next renewal counts from the newest that did.
     fn schedule_renewal(&mut self, asked_at: Instant) {
         let shortest = self.open.values().map(|o| o.lease_ttl).min();
         self.renew_at = asked_at + shortest.map_or(Duration::from_secs(1), |ttl| (ttl / 3).max(RENEWAL_MIN));
@@ -227,7 +229,9 @@ impl Desk {
         for start in episodes {
             self.take(start, reply.asked_at);
         }
-        self.schedule_renewal(reply.asked_at);
+        if reply.outcome.renewed {
+            self.schedule_renewal(reply.asked_at);
+        }
         if got >= want {
             self.claim_pause = Duration::ZERO;
             self.note_wait(None);

@@ -12,6 +12,8 @@ const COVER: Duration = Duration::from_secs(10);
 const IDLE: Duration = Duration::from_secs(15);
 /// Most episodes of a block: a task's line of 1 KiB each makes 64 KiB, and a leader gives at most a quarter of its quota.
 const BLOCK_MAX: usize = 64;
+/// A claim that the block can serve waits so long for its leader: on any link it answers sooner, if it is there.
+pub(super) const PATIENCE: Duration = Duration::from_millis(500);
 /// For so long after a failed call a leader is not asked for what the block has.
 const RETRY: Duration = Duration::from_secs(2);
 
@@ -23,6 +25,8 @@ pub(super) struct Blocks {
     begun: VecDeque<Timestamp>,
     /// When episodes were last asked for.
     wanted: Timestamp,
+    /// Leases that an answer which nobody waited for any more declared void.
+    revoked: Vec<EpisodeId>,
     /// Leaders that did not answer, and when.
     silent: BTreeMap<ModelName, Timestamp>,
     /// Models whose leader has nothing to give: why, and when to ask again.
@@ -71,6 +75,17 @@ impl Blocks {
         for a in assignments {
             self.waiting.entry(a.model.clone()).or_default().push_back(a);
         }
+    }
+
+    /// Takes in an answer that nobody waited for any more.
+    pub(super) fn add_late(&mut self, assignments: Vec<Assignment>, revoked: Vec<EpisodeId>) {
+        self.add(assignments);
+        self.revoked.extend(revoked);
+    }
+
+    /// Leases that became void since the last time, for whoever runs their episodes.
+    pub(super) fn take_revoked(&mut self) -> Vec<EpisodeId> {
+        std::mem::take(&mut self.revoked)
     }
 
     /// Drops an episode whose lease is void; `false` when it is not here.

@@ -31,7 +31,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::runtime::spawn;
 use crate::watch::lock;
+use tokio::sync::oneshot;
+use tokio::time::timeout;
 
 /// How patient a client is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -193,8 +196,9 @@ impl Client {
             if left == 0 && running.is_empty() {
                 continue;
             }
-            // The block has what was asked for: who waits for it should not wait for a leader that is away, too.
-            if want > 0 && left == 0 && lock(&inner.blocks).is_silent((inner.core.clock())(), &model) {
+            let silent = want > 0 && left == 0 && lock(&inner.blocks).is_silent((inner.core.clock())(), &model);
+            if silent {
+                out.renewed &= running.is_empty();
                 continue;
             }
             if running.is_empty()
@@ -203,54 +207,79 @@ impl Client {
                 out.wait = Some(why.to_owned());
                 continue;
             }
-            // A renewal holds nobody back.
-            let asking = (left > 0).then(|| {
-                Pending::new(inner, format!("{model}: no answer yet from its leader, which was asked for episodes"))
-            });
-            let block = if want > 0 { lock(&inner.blocks).wanted_size() } else { 0 };
+            let ahead = if want > 0 { lock(&inner.blocks).wanted_size() } else { 0 };
             let call = LeaderCall::Claim {
                 model: model.clone(),
                 want: left,
-                ahead: u32::try_from(block).unwrap_or(u32::MAX),
+                ahead: u32::try_from(ahead).unwrap_or(u32::MAX),
                 stocked: stocked.get(&model).copied().unwrap_or(0),
                 running: running.clone(),
             };
-            let reply = inner.core.ask_leader(&model, &call).await;
-            drop(asking);
-            let now = (inner.core.clock())();
-            lock(&inner.blocks).note_answer(now, &model, reply.is_ok());
-            match reply {
-                Ok(LeaderReply::Assigned { mut assignments, revoked, wait, retry_ms }) => {
-                    inner.leases.note(now, &assignments, &running, &revoked);
-                    let begins = assignments.len().min(left as usize);
-                    let ahead = assignments.split_off(begins);
-                    out.assignments.extend(assignments);
-                    let mut blocks = lock(&inner.blocks);
-                    blocks.add(ahead);
-                    // The caller knows nothing of those that have not begun.
-                    out.assignments.retain(|a| !revoked.contains(&a.episode));
-                    out.revoked.extend(revoked.into_iter().filter(|id| !blocks.remove(&model, *id)));
-                    if left > 0 {
-                        let until = now + Duration::from_millis(u64::from(retry_ms));
-                        blocks.note_held_back(&model, wait.as_ref().map(|w| (describe(&model, w), until)));
-                    }
-                    drop(blocks);
-                    if let Some(w) = wait.filter(|_| !draining) {
-                        out.wait = Some(describe(&model, &w));
-                    }
-                }
-                Ok(other) => out.wait = Some(format!("{model}: unexpected answer {other:?}")),
-                Err(e) => {
-                    out.renewed &= running.is_empty();
-                    out.wait = Some(e.to_string());
-                }
-            }
+            let asked = self.clone().ask(model.clone(), call, left, running);
+            // What the block had should begin now, not when a leader that is away has answered.
+            let answer = if out.assignments.is_empty() { asked.await } else { self.answer_soon(&model, asked).await };
+            out.assignments.extend(answer.assignments);
+            // The caller knows nothing of those that have not begun.
+            out.assignments.retain(|a| !answer.revoked.contains(&a.episode));
+            out.revoked.extend(answer.revoked);
+            out.renewed &= answer.renewed;
+            out.wait = answer.wait.filter(|_| !draining).or(out.wait);
         }
+        out.revoked.extend(lock(&inner.blocks).take_revoked());
         if out.assignments.len() >= want {
             out.wait = None;
         }
         lock(&inner.blocks).note_begun((inner.core.clock())(), out.assignments.len());
         out
+    }
+
+    /// Claims `left` episodes and what the block should have; what the leader gives beyond `left` is laid into it.
+    async fn ask(self, model: ModelName, call: LeaderCall, left: u32, running: Vec<HeldLease>) -> Claimed {
+        let inner = &self.0;
+        // A renewal holds nobody back.
+        let asking = (left > 0).then(|| {
+            Pending::new(inner, format!("{model}: no answer yet from its leader, which was asked for episodes"))
+        });
+        let reply = inner.core.ask_leader(&model, &call).await;
+        drop(asking);
+        let now = (inner.core.clock())();
+        lock(&inner.blocks).note_answer(now, &model, reply.is_ok());
+        match reply {
+            Ok(LeaderReply::Assigned { mut assignments, mut revoked, wait, retry_ms }) => {
+                inner.leases.note(now, &assignments, &running, &revoked);
+                let ahead = assignments.split_off(assignments.len().min(left as usize));
+                let wait = wait.map(|w| describe(&model, &w));
+                let mut blocks = lock(&inner.blocks);
+                blocks.add(ahead);
+                revoked.retain(|id| !blocks.remove(&model, *id));
+                if left > 0 {
+                    let until = now + Duration::from_millis(u64::from(retry_ms));
+                    blocks.note_held_back(&model, wait.clone().map(|why| (why, until)));
+                }
+                Claimed { assignments, revoked, wait, renewed: true }
+            }
+            Ok(other) => Claimed { wait: Some(format!("{model}: unexpected answer {other:?}")), ..Claimed::default() },
+            Err(e) => Claimed { wait: Some(e.to_string()), renewed: running.is_empty(), ..Claimed::default() },
+        }
+    }
+
+    /// The answer, if it comes within [`block::PATIENCE`]. A later one fills the block.
+    async fn answer_soon(&self, model: &ModelName, asked: impl Future<Output = Claimed> + Send + 'static) -> Claimed {
+        let (send, mut answer) = oneshot::channel();
+        let this = self.clone();
+        drop(spawn(async move {
+            if let Err(late) = send.send(asked.await) {
+                lock(&this.0.blocks).add_late(late.assignments, late.revoked);
+            }
+        }));
+        if let Ok(Ok(answer)) = timeout(block::PATIENCE, &mut answer).await {
+            return answer;
+        }
+        answer.close();
+        answer.try_recv().unwrap_or_else(|_not_yet| {
+            lock(&self.0.blocks).note_answer((self.0.core.clock())(), model, false);
+            Claimed { wait: Some(format!("{model}: its leader has not answered yet")), ..Claimed::default() }
+        })
     }
 
     fn why_no_model(&self, models: &[ModelName]) -> String {
