@@ -5,7 +5,9 @@
 //! invent work by that: the task must lie where the job's own order was at, the place must be free, and in one term no
 //! more leases are taken over than the quota let the predecessor give.
 
-use super::{EvalSlot, Evaluation, Lease, Ledger, OpenGroup, Place};
+use super::evaluation::{EvalSlot, Evaluation};
+use super::leases::{Lease, Place};
+use super::{Ledger, OpenGroup};
 use crate::assignment::{HeldLease, Purpose};
 use crate::ids::{EpisodeId, GroupId, NodeId, TaskRef};
 use crate::time::Timestamp;

@@ -78,7 +78,7 @@ impl Ledger {
             }
             let group = self.open_group();
             for _ in 0..size {
-                given.push(self.lease(now, holder, super::Place::Group(group)));
+                given.push(self.lease(now, holder, super::leases::Place::Group(group)));
             }
             let until = now + Duration::from_millis(self.job.spec.lease_ttl_ms);
             self.blocks.entry(holder).and_modify(|b| b.size += size).or_insert(Block { size, until });
