@@ -1,6 +1,7 @@
 //! One episode on this gateway: its lease, its key, its timeline tree.
 
 use crate::api::openai_responses::ResponseStore;
+use crate::http::Replies;
 use crate::text::ChatFormat;
 use starling_protocol::assignment::Assignment;
 use starling_protocol::timeline::TimelineTree;
@@ -53,6 +54,8 @@ pub(crate) struct EpisodeState {
     pub(crate) reserved: Reserved,
     /// What `previous_response_id` can go on from.
     pub(crate) responses: ResponseStore,
+    /// What was answered to calls that may be sent again.
+    pub(crate) replies: Replies,
 }
 
 #[derive(Debug)]
@@ -90,6 +93,7 @@ impl Episode {
                 last_activity: now,
                 reserved: Reserved::default(),
                 responses: ResponseStore::default(),
+                replies: Replies::default(),
             }),
         }
     }

@@ -6,6 +6,8 @@ use axum::body::{Body, Bytes};
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Writes one API's events. What the answers gained since the last time is its own to remember.
@@ -24,14 +26,28 @@ pub(crate) trait Renderer: Send + 'static {
     }
 }
 
+/// Whether a stream has come to its end; goes with the response.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct StreamEnd(Arc<AtomicBool>);
+
+impl StreamEnd {
+    /// All answers are complete and recorded, and the last event is written. Never of calls that failed.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
 /// The calls as a stream of events, with a sign of life after each `heartbeat` of silence.
 pub(crate) fn stream(calls: Calls, renderer: impl Renderer, heartbeat: Duration) -> Response {
-    let state = EventStream { calls, renderer, heartbeat, out: Vec::with_capacity(512), begun: false, over: false };
+    let end = StreamEnd::default();
+    let out = Vec::with_capacity(512);
+    let state = EventStream { calls, renderer, heartbeat, out, begun: false, over: false, end: end.clone() };
     let events = futures::stream::unfold(state, |mut state| async move {
         let bytes = state.next().await?;
         Some((Ok::<_, Infallible>(bytes), state))
     });
     let mut response = Body::from_stream(events).into_response();
+    response.extensions_mut().insert(end);
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
@@ -45,6 +61,7 @@ struct EventStream<R> {
     out: Vec<u8>,
     begun: bool,
     over: bool,
+    end: StreamEnd,
 }
 
 impl<R: Renderer> EventStream<R> {
@@ -61,6 +78,7 @@ impl<R: Renderer> EventStream<R> {
                     if progress == Progress::Done {
                         self.renderer.finish(&mut self.calls, &mut self.out);
                         self.over = true;
+                        self.end.0.store(true, Ordering::Release);
                     }
                 }
                 Ok(Err(e)) => {

@@ -2,6 +2,9 @@
 
 mod episodes;
 mod models;
+mod repeats;
+
+pub(crate) use repeats::Replies;
 
 use crate::api::{ApiError, anthropic, new_id, openai_chat, openai_completions, openai_responses};
 use crate::call::Caller;
@@ -15,11 +18,14 @@ use axum::routing::{get, post};
 use std::sync::Arc;
 
 pub(crate) fn router(gateway: Gateway) -> Router {
-    Router::new()
+    let calls = Router::new()
         .route("/v1/chat/completions", post(openai_chat::complete))
         .route("/v1/completions", post(openai_completions::complete))
         .route("/v1/responses", post(openai_responses::create))
         .route("/v1/messages", post(anthropic::create))
+        .route_layer(axum::middleware::from_fn_with_state(gateway.clone(), repeats::once));
+    Router::new()
+        .merge(calls)
         .route("/v1/messages/count_tokens", post(anthropic::count_tokens))
         .route("/v1/episodes", post(episodes::begin).get(episodes::list))
         .route("/v1/episodes/{id}/end", post(episodes::end))

@@ -6,6 +6,7 @@ mod completions;
 mod cycle;
 mod messages;
 mod refusals;
+mod repeats;
 mod responses;
 mod streaming;
 mod support;

@@ -31,6 +31,11 @@ pub(crate) async fn create(State(gateway): State<Gateway>, headers: HeaderMap, b
     finish(result, &headers, &id)
 }
 
+/// Refuses a request before it comes here, as this API does.
+pub(crate) fn refuse(error: ApiError, headers: &HeaderMap) -> Response {
+    finish(Err(error), headers, &new_id("req_"))
+}
+
 /// Counts the tokens of a prompt; samples nothing.
 pub(crate) async fn count_tokens(State(gateway): State<Gateway>, headers: HeaderMap, body: Body) -> Response {
     let id = new_id("req_");
