@@ -481,7 +481,7 @@ impl NodeCore {
             | LeaderCall::JoinGroup { model, .. } => model.clone(),
         };
         if let LeaderCall::Survey { .. } = &call {
-            return Ok(LeaderReply::Standing(self.groups.on_survey(&model).await));
+            return Ok(LeaderReply::Standing(self.groups.on_survey(from, &model).await));
         }
         if let LeaderCall::JoinGroup { lineage, .. } = &call {
             if !self.has(Role::Server) && !self.has(Role::Witness) {

@@ -30,6 +30,8 @@ fn drawn(scenario: &Scenario, rng: &mut ChaCha8Rng) -> Vec<Fault> {
     // Where survivors may go on without a quorum, it may be lost for good.
     if scenario.generation_after.is_some() && rng.random_bool(0.6) {
         faults.extend(lost_quorum(scenario, rng, end));
+        // Then the survivors' disks have what there is: one more lost may lose the model, by right.
+        disk_lost = !faults.is_empty();
     }
     for _ in 0..n {
         let at = Duration::from_secs_f64(rng.random_range(0.1..0.8) * end);

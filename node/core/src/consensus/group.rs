@@ -30,6 +30,8 @@ pub(super) struct Group {
     pub(super) incoming: Incoming,
     /// When a leader was last heard.
     pub(super) heard: Mutex<Option<Instant>>,
+    /// A leader that is heard and has no quorum, as its survey said, and when it said so last.
+    pub(super) powerless: Mutex<Option<(NodeId, Instant)>>,
     /// Since when none is heard.
     pub(super) leaderless_since: Mutex<Instant>,
     /// What is to become of a group without a quorum, as last looked into.

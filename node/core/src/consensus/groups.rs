@@ -210,6 +210,7 @@ impl Groups {
             outlook: Mutex::new(None),
             incoming: Incoming::default(),
             heard: Mutex::new(None),
+            powerless: Mutex::new(None),
             inviter: Mutex::new(inviter),
             unfit: Mutex::new(self.config.witness.then(|| WITNESS.to_owned())),
             stands: AtomicBool::new(!self.config.witness),

@@ -12,7 +12,7 @@ use bytes::Bytes;
 use starling_protocol::codec::encode;
 use starling_protocol::wire::{LeaderCall, LeaderReply, Standing};
 use starling_protocol::{Line, ModelName, NodeId, PolicyVersion, Term};
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use super::disk::Disk;
 use super::errors::{GroupError, ReopenError};
@@ -25,7 +25,7 @@ use super::view::LeaderView;
 use crate::watch::lock;
 
 /// How often a member without a leader asks the others where they stand: one small call to each live member.
-const SURVEY_EVERY: Duration = Duration::from_secs(2);
+pub(super) const SURVEY_EVERY: Duration = Duration::from_secs(2);
 
 impl Groups {
     /// Looks after a group that has no leader: finds out what is to become of it, and opens a new line if that is due
@@ -83,9 +83,13 @@ impl Groups {
         }
     }
 
-    /// Answers [`LeaderCall::Survey`]; `None` when this node is not in the group.
-    pub async fn on_survey(&self, model: &ModelName) -> Option<Standing> {
+    /// Answers [`LeaderCall::Survey`] of `from`; `None` when this node is not in the group.
+    pub async fn on_survey(&self, from: NodeId, model: &ModelName) -> Option<Standing> {
         let group = self.group(model)?;
+        // A leader that has lost its quorum goes on telling its followers that it is there. It would not ask if it could lead.
+        if group.metrics().current_leader == Some(from) {
+            *lock(&group.powerless) = Some((from, Instant::now()));
+        }
         Some(self.standing(&group).await)
     }
 

@@ -12,6 +12,7 @@ use tokio::time::{Instant, sleep};
 
 use super::group::Group;
 use super::groups::Groups;
+use super::lines::SURVEY_EVERY;
 use super::view::LeaderView;
 use crate::runtime::blocking;
 use crate::watch::lock;
@@ -22,6 +23,9 @@ const TOO_SMALL: &str = "its device has too little memory for weights, gradients
 pub(super) const WITNESS: &str = "it is a witness";
 /// How often a disk that failed is tried again; it must take writes once before this node stands again.
 pub(super) const PROBE_EVERY: Duration = Duration::from_secs(5);
+
+/// A leader's survey says for so long that it has no quorum: it asks again sooner.
+const POWERLESS_FOR: Duration = Duration::from_secs(SURVEY_EVERY.as_secs() * 3);
 
 impl Groups {
     /// Why an entry of this node is not committed, as far as it can see: for whoever waits.
@@ -216,7 +220,9 @@ impl Groups {
             return LeaderView { leader, term, is_self, quorum_acked_at: age.and_then(|a| now.checked_sub(a)), wait };
         }
         let heard = lock(&group.heard).is_some_and(|at| now - at < lease);
-        let leader = m.current_leader.filter(|l| heard && *l != self.node);
+        let powerless =
+            lock(&group.powerless).filter(|(_, at)| now.duration_since(*at) < POWERLESS_FOR).map(|(n, _)| n);
+        let leader = m.current_leader.filter(|l| heard && *l != self.node && powerless != Some(*l));
         LeaderView { leader, term, is_self: false, quorum_acked_at: None, wait: None }
     }
 

@@ -56,6 +56,25 @@ fn assert_store_is_the_states(world: &World, node: NodeId) {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_leader_that_lost_its_quorum_does_not_keep_its_follower_from_a_new_generation() {
+    for seed in 53..56 {
+        let (mut world, leader, _) = world(seed, 5, 2).await;
+        let follower = world.nodes.keys().copied().filter(|n| *n != leader).nth(seed as usize % 4).unwrap();
+        let lost: Vec<_> = world.nodes.keys().copied().filter(|n| ![leader, follower].contains(n)).collect();
+        lost.iter().for_each(|n| world.crash(*n, true));
+        // The leader goes on sending heartbeats, and the follower hears them.
+        let leads =
+            |w: &World| [leader, follower].iter().any(|n| w.view(*n).is_self && w.view(*n).term.generation() == 1);
+        world.until("one of the two leads a new generation", OPENED, leads).await;
+        world
+            .until("the other is in it", Duration::from_secs(30), |w| {
+                [leader, follower].iter().all(|n| generation(w, *n) == 1 && w.state(*n).version == PolicyVersion(2))
+            })
+            .await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_survivor_of_a_lost_quorum_goes_on_and_takes_new_servers_in() {
     for seed in 50..53 {
         let (mut world, old_leader, old_term) = world(seed, 3, 4).await;

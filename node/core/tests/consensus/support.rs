@@ -87,7 +87,7 @@ impl Inbound for Dispatch {
             Service::Raft => self.groups.on_raft_call(from, &body).await,
             Service::Leader => {
                 let reply = match decode::<LeaderCall>("call", &body, CALL_LEN_BYTES_MAX).unwrap() {
-                    LeaderCall::Survey { model } => LeaderReply::Standing(self.groups.on_survey(&model).await),
+                    LeaderCall::Survey { model } => LeaderReply::Standing(self.groups.on_survey(from, &model).await),
                     LeaderCall::JoinGroup { model, lineage } => match self.groups.on_join(from, &model, &lineage).await
                     {
                         Ok(()) => LeaderReply::Joined { store: self.groups.store_id() },
