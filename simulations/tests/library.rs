@@ -8,8 +8,10 @@ use std::sync::Arc;
 const SEEDS: std::ops::RangeInclusive<u64> = 1..=3;
 
 /// Runs that once broke a promise: new weights collected while they waited for a second holder; a rollout of which no
-/// token trains, which is never stale.
-const FOUND: [(&str, u64); 2] = [("drawn", 981), ("drawn", 1093)];
+/// token trains, which is never stale; a leader that came back within its term and read an old state; one without a quorum
+/// whose heartbeats kept its follower from a new generation.
+const FOUND: [(&str, u64); 6] =
+    [("drawn", 981), ("drawn", 1093), ("blackout", 12), ("blackout", 14), ("drawn-lines", 1479), ("drawn-lines", 1812)];
 
 /// The library, or those of it that `SIM_SCENARIOS` names, with commas: for work on one of them.
 fn scenarios() -> Vec<Arc<Scenario>> {
