@@ -1,7 +1,9 @@
 //! The trainer: batches of samples in, AdamW updates of the weights out.
 
+mod adapter_file;
 pub(crate) mod batch;
 pub(crate) mod gradients;
+pub(crate) mod lora;
 pub(crate) mod loss;
 pub(crate) mod optim;
 mod peak;
@@ -12,11 +14,14 @@ use std::time::Instant;
 
 use candle_core::{Device, Tensor};
 
+pub use adapter_file::{PeftAdapter, has_adapters, peft_adapter};
 pub use batch::Sample;
-use gradients::{GradientPlan, global_norm};
+use gradients::{GradientPlan, Trained, global_norm};
+use lora::LoraLayout;
 use loss::{Loss, LossSums, TokenTerm};
 use optim::{AdamW, Slot};
 use starling_protocol::algorithm::{AlgorithmSpec, Preset};
+use starling_protocol::lora::LoraSpec;
 
 use crate::config::LlamaConfig;
 use crate::error::TrainError;
@@ -58,6 +63,13 @@ pub struct TrainerConfig {
     pub threads: usize,
     /// Niceness of those threads, 0 to 19; above 0 they yield to the rest of the process.
     pub nice: i32,
+    /// Adapters to train in place of the weights, which stay as they are then.
+    pub lora: Option<LoraSpec>,
+    /// What fresh adapters are drawn from.
+    pub seed: u64,
+    /// Keep only what lies between layers for the backward pass, which computes the rest again: a third more arithmetic
+    /// (no weight gradients: a half), the same bits. CPU only.
+    pub gradient_checkpointing: bool,
 }
 
 impl Default for TrainerConfig {
@@ -74,6 +86,9 @@ impl Default for TrainerConfig {
             micro_batch_tokens: 4096,
             threads: 2,
             nice: 0,
+            lora: None,
+            seed: 0,
+            gradient_checkpointing: false,
         }
     }
 }
@@ -87,6 +102,8 @@ pub struct StepReport {
     pub grad_norm: f64,
     /// Tokens of all samples.
     pub tokens: u64,
+    /// Of these, those that were not computed, as a sample before has the same prefix.
+    pub tokens_shared: u64,
     /// Tokens that trained.
     pub trained_tokens: u64,
     /// Share of trained tokens whose gradient a clip cut off or down.
@@ -105,11 +122,19 @@ pub struct StepReport {
     pub entropy: f64,
     /// Learning rate of the updates.
     pub learning_rate: f64,
-    /// Arithmetic of the updates, `6 · parameters · tokens` of forward and backward (recomputing not counted), over
+    /// Arithmetic of the updates, `6 · parameters · tokens` of forward and backward (recomputing and adapters not counted;
+    /// 4 with frozen weights; shared prefixes once), over
     /// wall-clock time, as a share of what the same threads reached in a large product; 0 where it was not measured.
     pub mfu: f64,
     /// Wall-clock time in milliseconds.
     pub step_ms: f64,
+}
+
+/// The frozen side of adapters.
+struct Adapters {
+    layout: LoraLayout,
+    /// Fused parameters.
+    base: Vec<Tensor>,
 }
 
 /// Holds f32 master weights and AdamW's moments, and updates them batch by batch.
@@ -120,7 +145,9 @@ pub struct Trainer {
     options: TrainerConfig,
     device: Device,
     rope: Arc<RopeTable>,
+    /// What is trained: the fused parameters, or the adapters.
     slots: Vec<Slot>,
+    adapters: Option<Adapters>,
     /// Fused parameters of the reference policy, if the algorithm has one.
     reference: Option<Vec<Tensor>>,
     updates: u64,
@@ -147,14 +174,25 @@ impl Trainer {
     pub fn new(cfg: LlamaConfig, weights: &Weights, tc: TrainerConfig, device: Device) -> Result<Self, TrainError> {
         check_options(&tc)?;
         cfg.validate()?;
-        let slots = fuse(&cfg, weights, &device)?
+        if tc.gradient_checkpointing && !device.is_cpu() {
+            let (field, expected) = ("gradient_checkpointing", "false on other devices than the CPU");
+            return Err(TrainError::InvalidOption { field, expected, got: "true".into() });
+        }
+        let mut values = fuse(&cfg, weights, &device)?;
+        let mut adapters = None;
+        if let Some(spec) = &tc.lora {
+            let layout = LoraLayout::new(&cfg, spec);
+            let base = std::mem::replace(&mut values, layout.start(tc.seed, &device)?);
+            adapters = Some(Adapters { layout, base });
+        }
+        let slots = values
             .into_iter()
             .map(|value| Ok(Slot { m: value.zeros_like()?, v: value.zeros_like()?, value }))
             .collect::<candle_core::Result<Vec<_>>>()?;
         let pool = par::pool(tc.threads, tc.nice, "starling-train")
             .map_err(|e| TrainError::Threads { what: e.to_string() })?;
         let rope = rope_table(&cfg);
-        Ok(Self { rope, cfg, options: tc, device, slots, reference: None, updates: 0, pool, peak_flops: 0.0 })
+        Ok(Self { rope, cfg, options: tc, device, slots, adapters, reference: None, updates: 0, pool, peak_flops: 0.0 })
     }
 
     /// Sets the weights that [`AlgorithmSpec::kl`] compares with; they take as much memory as the model again.
@@ -201,12 +239,13 @@ impl Trainer {
         }
     }
 
-    /// The current weights: f32 tensors that later training does not change.
+    /// The current weights, adapters merged into them: f32 tensors that later training does not change.
     ///
     /// # Errors
     /// `Tensor` if the device has no room for the split matrices.
     pub fn weights(&self) -> Result<Weights, TrainError> {
-        Ok(Weights::from_ordered(split(&self.cfg, &values(&self.slots))?))
+        let params = self.pool.install(|| self.trained(&values(&self.slots)).params())?;
+        Ok(Weights::from_ordered(split(&self.cfg, &params)?))
     }
 
     /// Optimizer updates so far.
@@ -245,12 +284,15 @@ impl Trainer {
         self.updates = updates;
         let trained = to_f64(total.tokens);
         let tokens: u64 = batch.iter().map(|s| s.tokens.len() as u64).sum();
+        let tokens_shared = 0;
         let seconds = start.elapsed().as_secs_f64();
-        let flops = 6.0 * to_f64(self.cfg.parameter_count()) * to_f64(tokens);
+        let per_parameter = if self.adapters.is_some() { 4.0 } else { 6.0 };
+        let flops = per_parameter * to_f64(self.cfg.parameter_count()) * to_f64(tokens - tokens_shared);
         Ok(StepReport {
             loss: total.loss / trained,
             grad_norm: norms / made,
             tokens,
+            tokens_shared,
             trained_tokens: total.tokens,
             clip_fraction: to_f64(total.clipped) / trained,
             masked_fraction: to_f64(total.masked) / trained,
@@ -285,7 +327,8 @@ impl Trainer {
             }
         }
         if loss.needs_old_pass(minibatches) {
-            let logprobs = self.logprobs(&values(&self.slots), batch, terms)?;
+            let params = self.trained(&values(&self.slots)).params()?;
+            let logprobs = self.logprobs(&params, batch, terms)?;
             for (t, l) in terms.iter_mut().flatten().zip(logprobs.into_iter().flatten()) {
                 t.old_logprob = Some(l);
             }
@@ -324,7 +367,7 @@ impl Trainer {
         let params = values(slots);
         let episodes = batch::episodes(part);
         if loss.needs_current_pass(moved) {
-            let current = self.logprobs(&params, part, terms)?;
+            let current = self.logprobs(&self.trained(&params).params()?, part, terms)?;
             loss.rate_sequences(&episodes, terms, &current);
         }
         loss.aggregate(&episodes, terms);
@@ -332,7 +375,7 @@ impl Trainer {
         if micro.is_empty() {
             return Ok(None);
         }
-        let result = self.plan().compute(&params, &micro, loss)?;
+        let result = self.plan().compute(self.trained(&params), &micro, loss)?;
         let norm = global_norm(&result.grads)?;
         if !norm.is_finite() {
             return Err(TrainError::NonFinite { what: "gradient norm", got: norm });
@@ -344,9 +387,17 @@ impl Trainer {
         Ok(Some((opt.update(slots, &result.grads, update, scale)?, result.sums, norm)))
     }
 
+    fn trained<'a>(&'a self, values: &'a [Tensor]) -> Trained<'a> {
+        match &self.adapters {
+            None => Trained::Full(values),
+            Some(Adapters { layout, base }) => Trained::Adapters { layout, base, values },
+        }
+    }
+
     fn plan(&self) -> GradientPlan<'_> {
         let small = self.cfg.parameter_count() <= PARALLEL_BATCH_PARAMETERS;
-        GradientPlan { cfg: &self.cfg, rope: &self.rope, lanes: if small { LANES } else { 1 } }
+        let checkpointing = self.options.gradient_checkpointing;
+        GradientPlan { cfg: &self.cfg, rope: &self.rope, lanes: if small { LANES } else { 1 }, checkpointing }
     }
 }
 
@@ -374,6 +425,9 @@ fn check_options(tc: &TrainerConfig) -> Result<(), TrainError> {
     ];
     if let Some((field, _, expected, got)) = checks.into_iter().find(|(_, ok, ..)| !ok) {
         return Err(TrainError::InvalidOption { field, expected, got });
+    }
+    if let Some(lora) = &tc.lora {
+        lora.validate()?;
     }
     Ok(tc.algorithm.validate()?)
 }
