@@ -145,7 +145,7 @@ impl CpuModel {
         let dqkv = sized(&mut s.dqkv, tokens * width);
         let projected = &tape.qkv[at][..tokens * width];
         let heads = layer.normed_heads(projected, self.shape, self.eps, &mut s.heads);
-        packed_backward(heads, dmixed, &batch.offsets, self.shape, &self.rope, dqkv);
+        packed_backward(heads, dmixed, &batch.segments, self.shape, &self.rope, dqkv);
         match &layer.extra {
             QkvExtra::HeadNorms(w) => {
                 let dw = sink.vector(extra, w.len(), &mut s.adapters);

@@ -113,7 +113,7 @@ impl CpuModel {
         layer.project(normed, h, qkv);
         let mixed = sized(&mut tape.mixed[at], tokens * self.shape.q_len());
         let heads = layer.normed_heads(qkv, self.shape, self.eps, &mut tape.heads);
-        packed_forward(heads, &batch.offsets, self.shape, &self.rope, mixed);
+        packed_forward(heads, &batch.segments, self.shape, &self.rope, mixed);
         let middle = sized(&mut tape.middle[at], tokens * h);
         middle.copy_from_slice(x);
         layer.output.mul(Lhs::rows(mixed, self.shape.q_len()), middle, true);

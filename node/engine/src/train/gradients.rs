@@ -335,7 +335,7 @@ mod tests {
     fn own_kernels_and_candles_autograd_agree_and_reach_every_parameter() {
         for cfg in tiny_configs() {
             let params = fuse(&cfg, &varied_weights(&cfg, 5), &Device::Cpu).unwrap();
-            let micro = micro_batches(&samples(), &terms(&samples()), 60);
+            let micro = micro_batches(&samples(), &terms(&samples()), 60, false);
             assert!(micro.len() > 2);
             let trained = micro.iter().map(|m| m.terms.len()).sum();
             let plan = GradientPlan { cfg: &cfg, rope: &rope_table(&cfg), lanes: 4, checkpointing: false };
@@ -366,7 +366,7 @@ mod tests {
             let start = layout.start(3, &Device::Cpu).unwrap();
             let values: Vec<Tensor> = start.iter().map(|t| (t + 0.02).unwrap()).collect();
             let adapters = Trained::Adapters { layout: &layout, base: &base, values: &values };
-            let micro = micro_batches(&samples(), &terms(&samples()), 60);
+            let micro = micro_batches(&samples(), &terms(&samples()), 60, false);
             let trained = micro.iter().map(|m| m.terms.len()).sum();
             let rope = rope_table(&cfg);
             let plan = |checkpointing| GradientPlan { cfg: &cfg, rope: &rope, lanes: 4, checkpointing };
@@ -389,11 +389,60 @@ mod tests {
         }
     }
 
+    /// Episodes of one prompt, some of which fork behind a trained turn.
+    fn forest() -> Vec<Sample> {
+        let turn = |from: u32, len: u32| (from..from + len).map(|i| i * 11 % 64);
+        let trunk: Vec<u32> = turn(1, 20).collect();
+        let fork: Vec<u32> = trunk.iter().copied().chain(turn(40, 9)).collect();
+        let tails = [(&trunk, 3, 7), (&fork, 9, 12), (&fork, 17, 5), (&fork, 17, 8), (&trunk, 50, 1)];
+        let sample = |(i, (head, from, len)): (usize, (&Vec<u32>, u32, u32))| {
+            let tokens: Vec<u32> = head.iter().copied().chain(turn(from, len)).collect();
+            Sample {
+                loss_mask: (0..tokens.len()).map(|t| t >= 18 && t % 4 != 0).collect(),
+                behaviour_logprobs: vec![-4.1; tokens.len()],
+                advantage: [1.0, -0.5, 0.25, -1.0, 0.75][i],
+                tokens,
+                ..Sample::default()
+            }
+        };
+        tails.into_iter().enumerate().map(sample).collect()
+    }
+
+    /// Each token's forward pass is the same sum of the same terms; gradients are other orders of sums of some dozens of
+    /// f32 terms, so 1e-5 of a parameter's largest.
+    #[test]
+    fn shared_prefixes_leave_log_probabilities_alone_and_gradients_within_rounding() {
+        for cfg in tiny_configs() {
+            let params = fuse(&cfg, &varied_weights(&cfg, 5), &Device::Cpu).unwrap();
+            let plan = GradientPlan { cfg: &cfg, rope: &rope_table(&cfg), lanes: 1, checkpointing: true };
+            let objective = Objective::Clip { low: 0.2, high: 0.28, ratio_max: None };
+            let loss = Loss { spec: AlgorithmSpec { objective, ..AlgorithmSpec::default() }, has_behaviour: true };
+            let micro = |share| micro_batches(&forest(), &terms(&forest()), 512, share);
+            let tokens = |share| micro(share).iter().map(|m| m.packed.tokens.len()).sum::<usize>();
+            assert_eq!((tokens(false), tokens(true)), (26 + 39 + 33 + 35 + 19, 26 + 19 + 4 + 2));
+            let run = |share| {
+                let logprobs = plan.logprobs(&params, &micro(share)).unwrap();
+                (logprobs, plan.compute(Trained::Full(&params), &micro(share), &loss).unwrap())
+            };
+            let ((flat_logprobs, flat), (tree_logprobs, tree)) = (run(false), run(true));
+            assert_eq!(flat_logprobs, tree_logprobs);
+            assert_eq!(flat.sums.tokens, tree.sums.tokens);
+            for (i, (a, b)) in flat.grads.iter().zip(&tree.grads).enumerate() {
+                let (a, b) = (to_host(a, "").unwrap(), to_host(b, "").unwrap());
+                let largest = a.iter().fold(0f32, |m, v| m.max(v.abs()));
+                assert!(largest > 0.0);
+                for (a, b) in a.iter().zip(&b) {
+                    assert!((a - b).abs() <= 1e-5 * largest, "{:?}, parameter {i}: {a}, {b}", cfg.architecture);
+                }
+            }
+        }
+    }
+
     #[test]
     fn sums_have_the_same_bits_on_one_thread_and_on_three() {
         let cfg = tiny_config();
         let params = fuse(&cfg, &Weights::random(&cfg, &Device::Cpu, 5).unwrap(), &Device::Cpu).unwrap();
-        let micro = micro_batches(&samples(), &terms(&samples()), 30);
+        let micro = micro_batches(&samples(), &terms(&samples()), 30, false);
         let run = |threads: usize| {
             let plan = GradientPlan { cfg: &cfg, rope: &rope_table(&cfg), lanes: 3, checkpointing: false };
             let pool = par::pool(threads, 0, "test").unwrap();
@@ -407,7 +456,7 @@ mod tests {
     fn one_lane_on_three_threads_agrees_with_its_own_run_on_one() {
         let cfg = tiny_config();
         let params = fuse(&cfg, &Weights::random(&cfg, &Device::Cpu, 5).unwrap(), &Device::Cpu).unwrap();
-        let micro = micro_batches(&samples(), &terms(&samples()), 200);
+        let micro = micro_batches(&samples(), &terms(&samples()), 200, true);
         let run = |threads: usize| {
             let plan = GradientPlan { cfg: &cfg, rope: &rope_table(&cfg), lanes: 1, checkpointing: false };
             let pool = par::pool(threads, 0, "test").unwrap();

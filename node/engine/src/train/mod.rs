@@ -57,7 +57,7 @@ pub struct TrainerConfig {
     pub algorithm: AlgorithmSpec,
     /// Optimizer updates per `step()`: the batch is cut into this many consecutive parts, between episodes.
     pub minibatches: usize,
-    /// Most tokens in one forward and backward pass; bounds memory. The gradients of an update's passes are accumulated. A longer sample goes alone. At most 512 on the CPU.
+    /// Most tokens that one forward and backward pass computes; bounds memory. The gradients of an update's passes are accumulated. A longer sample goes alone. At most 512 on the CPU.
     pub micro_batch_tokens: usize,
     /// Threads of the trainer's own pool.
     pub threads: usize,
@@ -70,6 +70,9 @@ pub struct TrainerConfig {
     /// Keep only what lies between layers for the backward pass, which computes the rest again: a third more arithmetic
     /// (no weight gradients: a half), the same bits. CPU only.
     pub gradient_checkpointing: bool,
+    /// Compute a prefix that samples of one pass have in common once. The same log-probabilities to the bit, and gradients
+    /// within rounding: worth turning off only to compare. CPU only; elsewhere every sample is computed in full.
+    pub share_prefixes: bool,
 }
 
 impl Default for TrainerConfig {
@@ -89,6 +92,7 @@ impl Default for TrainerConfig {
             lora: None,
             seed: 0,
             gradient_checkpointing: false,
+            share_prefixes: true,
         }
     }
 }
@@ -128,6 +132,16 @@ pub struct StepReport {
     pub mfu: f64,
     /// Wall-clock time in milliseconds.
     pub step_ms: f64,
+}
+
+/// What one optimizer update brought.
+struct Update {
+    slots: Vec<Slot>,
+    sums: LossSums,
+    /// Of the gradient, before clipping.
+    norm: f64,
+    /// Tokens that were not computed.
+    shared: u64,
 }
 
 /// The frozen side of adapters.
@@ -264,16 +278,17 @@ impl Trainer {
         let mut slots = self.slots.clone();
         let mut updates = self.updates;
         let mut total = LossSums::default();
-        let mut norms = 0.0;
+        let (mut norms, mut tokens_shared) = (0.0, 0);
         for part in parts {
             let (samples, terms) = (&batch[part.clone()], &mut terms[part]);
             let moved = updates > self.updates;
             let update = self.pool.install(|| self.update(&slots, samples, terms, loss, updates + 1, moved))?;
-            if let Some((next, sums, norm)) = update {
-                slots = next;
+            if let Some(update) = update {
+                slots = update.slots;
                 updates += 1;
-                total.add(&sums);
-                norms += norm;
+                total.add(&update.sums);
+                norms += update.norm;
+                tokens_shared += update.shared;
             }
         }
         if total.tokens == 0 {
@@ -284,7 +299,6 @@ impl Trainer {
         self.updates = updates;
         let trained = to_f64(total.tokens);
         let tokens: u64 = batch.iter().map(|s| s.tokens.len() as u64).sum();
-        let tokens_shared = 0;
         let seconds = start.elapsed().as_secs_f64();
         let per_parameter = if self.adapters.is_some() { 4.0 } else { 6.0 };
         let flops = per_parameter * to_f64(self.cfg.parameter_count()) * to_f64(tokens - tokens_shared);
@@ -344,9 +358,14 @@ impl Trainer {
         batch: &[Sample],
         terms: &[Vec<TokenTerm>],
     ) -> Result<Vec<Vec<f32>>, TrainError> {
-        let micro = batch::micro_batches(batch, terms, self.micro_batch_tokens());
+        let micro = batch::micro_batches(batch, terms, self.micro_batch_tokens(), self.shares_prefixes());
         let mut flat = self.plan().logprobs(params, &micro)?.into_iter();
         Ok(terms.iter().map(|t| flat.by_ref().take(t.len()).collect()).collect())
+    }
+
+    /// Other devices compute every sample in full.
+    fn shares_prefixes(&self) -> bool {
+        self.options.share_prefixes && self.device.is_cpu()
     }
 
     fn micro_batch_tokens(&self) -> usize {
@@ -363,7 +382,7 @@ impl Trainer {
         loss: &Loss,
         update: u64,
         moved: bool,
-    ) -> Result<Option<(Vec<Slot>, LossSums, f64)>, TrainError> {
+    ) -> Result<Option<Update>, TrainError> {
         let params = values(slots);
         let episodes = batch::episodes(part);
         if loss.needs_current_pass(moved) {
@@ -371,7 +390,8 @@ impl Trainer {
             loss.rate_sequences(&episodes, terms, &current);
         }
         loss.aggregate(&episodes, terms);
-        let micro = batch::micro_batches(part, terms, self.micro_batch_tokens());
+        let micro = batch::micro_batches(part, terms, self.micro_batch_tokens(), self.shares_prefixes());
+        let shared = micro.iter().map(|m| m.packed.shared as u64).sum();
         if micro.is_empty() {
             return Ok(None);
         }
@@ -384,7 +404,8 @@ impl Trainer {
         let scale = if limit > 0.0 && norm > limit { limit / norm } else { 1.0 };
         let o = &self.options;
         let opt = AdamW { learning_rate: o.learning_rate, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay };
-        Ok(Some((opt.update(slots, &result.grads, update, scale)?, result.sums, norm)))
+        let slots = opt.update(slots, &result.grads, update, scale)?;
+        Ok(Some(Update { slots, sums: result.sums, norm, shared }))
     }
 
     fn trained<'a>(&'a self, values: &'a [Tensor]) -> Trained<'a> {
