@@ -92,7 +92,7 @@ impl CpuModel {
     ) {
         let (h, vocab, rows) = (self.hidden, self.vocab, batch.rows.len());
         let d_picked = sized(&mut s.d_picked, rows * h);
-        let step = (logit_rows(vocab) * par::workers()).min(1024);
+        let step = logit_rows(vocab);
         for first in (0..rows).step_by(step) {
             let here = step.min(rows - first);
             let logits = sized(&mut s.logits, here * vocab);

@@ -8,8 +8,11 @@ use crate::kernels::{elementwise, norm};
 use crate::packing::PackedSequences;
 use crate::par;
 
-/// Floats of logits alive per thread: 512 KiB, a quarter of a second-level cache.
+/// Floats of logits alive at a time: 512 KiB, a quarter of a second-level cache.
 const LOGITS_AT_ONCE: usize = 1 << 17;
+/// But at least as many rows of them: an output matrix that no cache holds is read once for all of them, and its gradient
+/// read and written. 18 MiB a thread for a vocabulary of 49152.
+const LOGIT_ROWS_MIN: usize = 96;
 
 /// Activations of one pass, kept between passes to spare the allocator.
 ///
@@ -136,7 +139,7 @@ impl CpuModel {
     fn target_logprobs(&self, normed: &[f32], targets: &[u32]) -> Vec<f32> {
         let (h, vocab) = (self.hidden, self.vocab);
         let mut out = vec![0f32; targets.len() * 2];
-        let step = logit_rows(vocab).min(par::rows_per_chunk(targets.len()).max(8));
+        let step = logit_rows(vocab).min(targets.len().div_ceil(par::workers()).max(8));
         par::chunks_mut(&mut out, step * 2, |i, out| {
             let first = i * step;
             let mut logits = vec![0f32; out.len() / 2 * vocab];
@@ -151,7 +154,7 @@ impl CpuModel {
     }
 }
 
-/// Rows of logits to hold at a time.
+/// Rows of logits to hold at a time; the same on any number of threads, as sums over rows are cut by it.
 pub(crate) fn logit_rows(vocab: usize) -> usize {
-    (LOGITS_AT_ONCE / vocab.max(1)).clamp(8, 1024)
+    (LOGITS_AT_ONCE / vocab.max(1)).clamp(LOGIT_ROWS_MIN, 1024)
 }

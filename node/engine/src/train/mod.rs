@@ -6,6 +6,7 @@ pub(crate) mod gradients;
 pub(crate) mod lora;
 pub(crate) mod loss;
 pub(crate) mod optim;
+mod options;
 mod peak;
 mod state;
 
@@ -20,8 +21,8 @@ use gradients::{GradientPlan, Trained, global_norm};
 use lora::LoraLayout;
 use loss::{Loss, LossSums, TokenTerm};
 use optim::{AdamW, Slot};
-use starling_protocol::algorithm::{AlgorithmSpec, Preset};
-use starling_protocol::lora::LoraSpec;
+pub use options::TrainerConfig;
+use options::check_options;
 
 use crate::config::LlamaConfig;
 use crate::error::TrainError;
@@ -39,63 +40,6 @@ const LANES: usize = 8;
 /// Micro-batches on the CPU stay below this: one layer's activations then stay in the second-level cache, and the
 /// products have rows enough.
 const CPU_MICRO_BATCH_TOKENS: usize = 512;
-
-/// Options of a [`Trainer`].
-#[derive(Clone, Debug, PartialEq)]
-pub struct TrainerConfig {
-    /// AdamW's learning rate, above 0. 1e-6 to 1e-5 for pretrained models, 1e-3 for the tiny ones of tests.
-    pub learning_rate: f64,
-    /// Decay of the first and second moment, each in [0, 1).
-    pub betas: (f64, f64),
-    /// Added to the root of the second moment, above 0.
-    pub eps: f64,
-    /// Decoupled weight decay, at least 0; matrices only.
-    pub weight_decay: f64,
-    /// Gradients are scaled down to this Euclidean norm; 0 = never.
-    pub max_grad_norm: f64,
-    /// The loss.
-    pub algorithm: AlgorithmSpec,
-    /// Optimizer updates per `step()`: the batch is cut into this many consecutive parts, between episodes.
-    pub minibatches: usize,
-    /// Most tokens that one forward and backward pass computes; bounds memory. The gradients of an update's passes are accumulated. A longer sample goes alone. At most 512 on the CPU.
-    pub micro_batch_tokens: usize,
-    /// Threads of the trainer's own pool.
-    pub threads: usize,
-    /// Niceness of those threads, 0 to 19; above 0 they yield to the rest of the process.
-    pub nice: i32,
-    /// Adapters to train in place of the weights, which stay as they are then.
-    pub lora: Option<LoraSpec>,
-    /// What fresh adapters are drawn from.
-    pub seed: u64,
-    /// Keep only what lies between layers for the backward pass, which computes the rest again: a third more arithmetic
-    /// (no weight gradients: a half), the same bits. CPU only.
-    pub gradient_checkpointing: bool,
-    /// Compute a prefix that samples of one pass have in common once. The same log-probabilities to the bit, and gradients
-    /// within rounding: worth turning off only to compare. CPU only; elsewhere every sample is computed in full.
-    pub share_prefixes: bool,
-}
-
-impl Default for TrainerConfig {
-    /// AdamW as most RL recipes run it, clip-higher 0.2/0.28 (DAPO), one update per step.
-    fn default() -> Self {
-        Self {
-            learning_rate: 1e-5,
-            betas: (0.9, 0.999),
-            eps: 1e-8,
-            weight_decay: 0.0,
-            max_grad_norm: 1.0,
-            algorithm: Preset::Dapo.spec(256),
-            minibatches: 1,
-            micro_batch_tokens: 4096,
-            threads: 2,
-            nice: 0,
-            lora: None,
-            seed: 0,
-            gradient_checkpointing: false,
-            share_prefixes: true,
-        }
-    }
-}
 
 /// What one call of [`Trainer::step`] did.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -134,12 +78,14 @@ pub struct StepReport {
     pub step_ms: f64,
 }
 
-/// What one optimizer update brought.
-struct Update {
-    slots: Vec<Slot>,
+/// What one optimizer update takes.
+struct Gradients {
+    grads: Vec<Tensor>,
     sums: LossSums,
-    /// Of the gradient, before clipping.
+    /// Before clipping.
     norm: f64,
+    /// Of clipping.
+    scale: f64,
     /// Tokens that were not computed.
     shared: u64,
 }
@@ -275,25 +221,33 @@ impl Trainer {
         let parts = batch::minibatches(batch, self.options.minibatches);
         let mut terms = batch::terms(batch);
         self.pool.install(|| self.look_back(batch, loss, parts.len(), &mut terms))?;
-        let mut slots = self.slots.clone();
+        // Behind its check a single update on the CPU cannot fail: the former state is let go piece by piece. Else it is kept
+        // until all parts have succeeded.
+        let sole = parts.len() == 1 && self.device.is_cpu();
+        let mut moved: Option<Vec<Slot>> = None;
         let mut updates = self.updates;
         let mut total = LossSums::default();
         let (mut norms, mut tokens_shared) = (0.0, 0);
         for part in parts {
             let (samples, terms) = (&batch[part.clone()], &mut terms[part]);
-            let moved = updates > self.updates;
-            let update = self.pool.install(|| self.update(&slots, samples, terms, loss, updates + 1, moved))?;
-            if let Some(update) = update {
-                slots = update.slots;
-                updates += 1;
-                total.add(&update.sums);
-                norms += update.norm;
-                tokens_shared += update.shared;
-            }
+            let found = {
+                let slots = moved.as_ref().unwrap_or(&self.slots);
+                self.pool.install(|| self.gradients(slots, samples, terms, loss, updates + 1, moved.is_some()))?
+            };
+            let Some(found) = found else { continue };
+            updates += 1;
+            total.add(&found.sums);
+            norms += found.norm;
+            tokens_shared += found.shared;
+            let former = match moved.take() {
+                Some(slots) => slots,
+                None if sole => std::mem::take(&mut self.slots),
+                None => self.slots.clone(),
+            };
+            let optimizer = self.optimizer();
+            moved = Some(self.pool.install(|| optimizer.update(former, found.grads, updates, found.scale))?);
         }
-        if total.tokens == 0 {
-            return Err(TrainError::NothingToTrain { samples: batch.len() });
-        }
+        let Some(slots) = moved else { return Err(TrainError::NothingToTrain { samples: batch.len() }) };
         let made = to_f64(updates - self.updates);
         self.slots = slots;
         self.updates = updates;
@@ -373,8 +327,8 @@ impl Trainer {
         self.options.micro_batch_tokens.min(most)
     }
 
-    /// One optimizer update; `None` if no token of `part` trains. `moved`: not the step's first.
-    fn update(
+    /// What update number `update` takes, checked; `None` if no token of `part` trains. `moved`: not the step's first.
+    fn gradients(
         &self,
         slots: &[Slot],
         part: &[Sample],
@@ -382,7 +336,7 @@ impl Trainer {
         loss: &Loss,
         update: u64,
         moved: bool,
-    ) -> Result<Option<Update>, TrainError> {
+    ) -> Result<Option<Gradients>, TrainError> {
         let params = values(slots);
         let episodes = batch::episodes(part);
         if loss.needs_current_pass(moved) {
@@ -402,10 +356,13 @@ impl Trainer {
         }
         let limit = self.options.max_grad_norm;
         let scale = if limit > 0.0 && norm > limit { limit / norm } else { 1.0 };
+        self.optimizer().check(slots, &result.grads, update, scale)?;
+        Ok(Some(Gradients { grads: result.grads, sums: result.sums, norm, scale, shared }))
+    }
+
+    fn optimizer(&self) -> AdamW {
         let o = &self.options;
-        let opt = AdamW { learning_rate: o.learning_rate, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay };
-        let slots = opt.update(slots, &result.grads, update, scale)?;
-        Ok(Some(Update { slots, sums: result.sums, norm, shared }))
+        AdamW { learning_rate: o.learning_rate, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay }
     }
 
     fn trained<'a>(&'a self, values: &'a [Tensor]) -> Trained<'a> {
@@ -429,26 +386,4 @@ fn values(slots: &[Slot]) -> Vec<Tensor> {
 #[expect(clippy::cast_precision_loss, reason = "counts are below 2^53")]
 fn to_f64(n: u64) -> f64 {
     n as f64
-}
-
-fn check_options(tc: &TrainerConfig) -> Result<(), TrainError> {
-    let positive = |v: f64| v.is_finite() && v > 0.0;
-    let not_negative = |v: f64| v.is_finite() && v >= 0.0;
-    let unit = |v: f64| (0.0..1.0).contains(&v);
-    let checks: [(&'static str, bool, &'static str, String); 7] = [
-        ("learning_rate", positive(tc.learning_rate), "a finite value above 0", tc.learning_rate.to_string()),
-        ("betas", unit(tc.betas.0) && unit(tc.betas.1), "two values in [0, 1)", format!("{:?}", tc.betas)),
-        ("eps", positive(tc.eps), "a finite value above 0", tc.eps.to_string()),
-        ("weight_decay", not_negative(tc.weight_decay), "a finite value of at least 0", tc.weight_decay.to_string()),
-        ("max_grad_norm", not_negative(tc.max_grad_norm), "a finite value of at least 0", tc.max_grad_norm.to_string()),
-        ("minibatches", tc.minibatches >= 1, "at least 1", tc.minibatches.to_string()),
-        ("threads", (1..=1024).contains(&tc.threads), "1 to 1024", tc.threads.to_string()),
-    ];
-    if let Some((field, _, expected, got)) = checks.into_iter().find(|(_, ok, ..)| !ok) {
-        return Err(TrainError::InvalidOption { field, expected, got });
-    }
-    if let Some(lora) = &tc.lora {
-        lora.validate()?;
-    }
-    Ok(tc.algorithm.validate()?)
 }
