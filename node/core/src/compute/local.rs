@@ -128,6 +128,7 @@ impl TrainerThread {
             lora: spec.lora.clone(),
             seed: start.seed,
             gradient_checkpointing: spec.gradient_checkpointing,
+            share_prefixes: true,
         };
         let (work, queue) = std_mpsc::sync_channel::<Work>(1);
         std::thread::Builder::new()
