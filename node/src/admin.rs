@@ -309,13 +309,19 @@ async fn model_steps(State(node): State<Node>, Path(model): Path<String>) -> Ans
 pub struct ExportRequest {
     /// An absolute path on the node's machine.
     pub out: std::path::PathBuf,
+    /// The adapters of the newest step instead of its weights.
+    #[serde(default)]
+    pub adapter: bool,
 }
 
 async fn export(State(node): State<Node>, Path(model): Path<String>, Json(r): Json<ExportRequest>) -> Answer {
     let model = model_name(&model)?;
-    let version = crate::commands::checkpoint::export(&node.core, &model, &r.out)
-        .await
-        .map_err(|e| AdminError::failed(format!("{e:#}")))?;
+    let exported = if r.adapter {
+        crate::commands::checkpoint::export_adapter(&node.core, &model, &r.out).await
+    } else {
+        crate::commands::checkpoint::export(&node.core, &model, &r.out).await
+    };
+    let version = exported.map_err(|e| AdminError::failed(format!("{e:#}")))?;
     Ok(Json(json!({ "model": model, "version": version, "out": r.out })))
 }
 

@@ -253,6 +253,10 @@ pub enum CheckpointCommand {
         /// The folder, which must not exist or be empty.
         #[arg(long)]
         out: PathBuf,
+        /// Write the adapters of a job with `[trainer.lora]` instead, as PEFT loads them: `adapter_config.json` and
+        /// `adapter_model.safetensors`. They belong on the weights that the job started from.
+        #[arg(long)]
+        adapter: bool,
     },
     /// Committed versions of the models that this node hosts.
     #[command(after_help = "Example:\n  starling checkpoint list")]

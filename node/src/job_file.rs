@@ -13,6 +13,7 @@ use starling_protocol::algorithm::{
     Aggregation, AlgorithmSpec, Bounds, Correction, Objective, OldPolicy, Preset, ReferenceKl,
 };
 use starling_protocol::job::{CollectionRule, EvaluateSpec, JobSpec, Sampling, Schedule, TaskSetSpec, TrainerSpec};
+use starling_protocol::lora::{LoraSpec, LoraTarget};
 use starling_protocol::manifest::Manifest;
 use starling_protocol::task::read_task_set;
 use std::path::{Path, PathBuf};
@@ -106,6 +107,28 @@ pub struct TrainerTable {
     minibatches: u32,
     schedule: Schedule,
     mismatch_kl_alarm: f64,
+    gradient_checkpointing: bool,
+    lora: Option<LoraTable>,
+}
+
+/// `[trainer.lora]`.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LoraTable {
+    rank: u32,
+    alpha: Option<f64>,
+    targets: Option<Vec<LoraTarget>>,
+}
+
+impl LoraTable {
+    /// What is left out: a scale of 1, and every linear layer.
+    fn spec(&self) -> LoraSpec {
+        LoraSpec {
+            rank: self.rank,
+            alpha: self.alpha.unwrap_or(f64::from(self.rank)),
+            targets: self.targets.clone().unwrap_or_else(|| LoraTarget::ALL.to_vec()),
+        }
+    }
 }
 
 impl Default for TrainerTable {
@@ -119,6 +142,8 @@ impl Default for TrainerTable {
             minibatches: t.minibatches,
             schedule: t.schedule,
             mismatch_kl_alarm: t.mismatch_kl_alarm,
+            gradient_checkpointing: t.gradient_checkpointing,
+            lora: None,
         }
     }
 }
@@ -306,6 +331,8 @@ impl JobFile {
                 schedule: t.schedule,
                 mismatch_kl_alarm: t.mismatch_kl_alarm,
                 algorithm: self.algorithm.spec(self.sampling.max_tokens),
+                lora: t.lora.as_ref().map(LoraTable::spec),
+                gradient_checkpointing: t.gradient_checkpointing,
             },
             tasks,
             evaluate: EvaluateSpec {
@@ -380,6 +407,16 @@ mod tests {
     }
 
     #[test]
+    fn adapters_are_on_every_linear_layer_unless_said_otherwise() {
+        let lora = job("[trainer.lora]\nrank = 8").unwrap().trainer.lora.unwrap();
+        assert_eq!(lora, LoraSpec { rank: 8, alpha: 8.0, targets: LoraTarget::ALL.to_vec() });
+        let some = job("[trainer.lora]\nrank = 8\nalpha = 16.0\ntargets = ['q_proj', 'v_proj']").unwrap();
+        let lora = some.trainer.lora.clone().unwrap();
+        assert_eq!((lora.scale(), lora.targets), (2.0, vec![LoraTarget::QProj, LoraTarget::VProj]));
+        assert!(some.trainer.needs_first_weights() && !job("").unwrap().trainer.needs_first_weights());
+    }
+
+    #[test]
     fn a_wrong_algorithm_names_line_key_and_what_is_expected() {
         for (text, wanted) in [
             ("algorithm = 'grppo'", &["line 5", "grppo", "dr_grpo"][..]),
@@ -390,6 +427,13 @@ mod tests {
             ("[algorithm]\naggregation = { sequence_sum = {} }", &["line 6", "divisor"]),
             ("[trainer]\nclip_low = 0.2", &["line 6", "clip_low", "minibatches"]),
             ("[trainer]\nschedule = { shape = 'cosin' }", &["line 6", "cosin", "cosine"]),
+            ("[trainer.lora]\nrank = 8\ntargets = ['q_porj']", &["line 7", "q_porj", "down_proj"]),
+            ("[trainer.lora]\nalpha = 8", &["line 5", "rank"]),
+            ("[trainer.lora]\nrank = 0", &["trainer.lora.rank", "1 to 512", "got 0"]),
+            ("[trainer.lora]\nrank = 8\nalpha = -1.0", &["trainer.lora.alpha", "above 0", "got -1"]),
+            ("[trainer.lora]\nrank = 8\ntargets = []", &["trainer.lora.targets", "at least one"]),
+            ("[trainer.lora]\nrank = 8\ntargets = ['q_proj', 'q_proj']", &["trainer.lora.targets", "once", "q_proj"]),
+            ("optimizer_state_every = 2\n[trainer.lora]\nrank = 8", &["optimizer_state_every", "1 with", "got 2"]),
         ] {
             let err = job(text).unwrap_err().to_string();
             assert!(wanted.iter().all(|w| err.contains(w)), "{text}\n{err}");

@@ -71,8 +71,8 @@ async fn execute(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Group(GroupCommand::Reopen { model }) => group::reopen(&client()?, &model, json).await?,
         Command::Rollout(RolloutCommand::List { job, limit }) => rollout::list(&client()?, &job, limit, json).await?,
         Command::Rollout(RolloutCommand::Show { id }) => rollout::show(&client()?, &id, json).await?,
-        Command::Checkpoint(CheckpointCommand::Export { model, out }) => {
-            checkpoint::export_command(&client()?, &model, &out, json).await?;
+        Command::Checkpoint(CheckpointCommand::Export { model, out, adapter }) => {
+            checkpoint::export_command(&client()?, &model, &out, adapter, json).await?;
         }
         Command::Checkpoint(CheckpointCommand::List) => checkpoint::list(&client()?, json).await?,
         Command::Pretrain(args) => tokio::task::block_in_place(|| pretrain::pretrain(&args, json))?,

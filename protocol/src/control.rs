@@ -59,6 +59,8 @@ pub struct StepMetrics {
     pub tokens: u64,
     /// Tokens more that would have trained if every call were a sequence of its own, instead of timelines.
     pub tokens_saved: u64,
+    /// Of [`StepMetrics::tokens`], those that were not computed, as a sequence beside them has the same prefix.
+    pub tokens_shared: u64,
     /// Arithmetic of the optimizer per second of its time, 6 · parameters · tokens, as a share of what the same threads
     /// reach in a large product; 0 where it was not measured.
     pub mfu: f64,
@@ -409,8 +411,8 @@ pub struct ModelState {
     pub weights_holders: Vec<NodeId>,
     /// Who held [`ModelState::optimizer_state`] durably before its step was proposed.
     pub optimizer_holders: Vec<NodeId>,
-    /// The weights that the running job started from, if it needs them (a KL to them) and they are no longer the
-    /// current ones.
+    /// The weights that the running job started from, if it needs them (a KL to them, adapters on them) and they are no
+    /// longer the current ones.
     pub reference: Option<Reference>,
     /// Jobs in the order of submission.
     pub jobs: Vec<JobState>,
@@ -567,7 +569,7 @@ impl ModelState {
         let former = self.weights.clone();
         let former_holders = self.weights_holders.clone();
         let job = self.job_mut(step.job)?;
-        let starts = job.steps == 0 && job.spec.trainer.algorithm.needs_reference();
+        let starts = job.steps == 0 && job.spec.trainer.needs_first_weights();
         job.steps += 1;
         job.groups_opened.clone_from(&step.groups_opened);
         if let Some(weights) = former.filter(|_| starts) {

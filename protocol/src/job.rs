@@ -2,6 +2,7 @@
 
 use crate::algorithm::AlgorithmSpec;
 use crate::ids::{JobId, ModelName, NAME_LEN_BYTES_MAX};
+use crate::lora::LoraSpec;
 use crate::manifest::Manifest;
 use serde::{Deserialize, Serialize};
 
@@ -108,6 +109,18 @@ pub struct TrainerSpec {
     pub mismatch_kl_alarm: f64,
     /// From rewards to the gradient.
     pub algorithm: AlgorithmSpec,
+    /// Adapters that are trained in place of the weights; `None`: the weights are trained.
+    pub lora: Option<LoraSpec>,
+    /// A layer's activations are computed again in the backward pass instead of being kept: Chen et al., arXiv:1604.06174.
+    pub gradient_checkpointing: bool,
+}
+
+impl TrainerSpec {
+    /// Whether training needs the weights from before the job's first step: to compare with, or under the adapters.
+    #[must_use]
+    pub fn needs_first_weights(&self) -> bool {
+        self.lora.is_some() || self.algorithm.needs_reference()
+    }
 }
 
 impl Default for TrainerSpec {
@@ -121,6 +134,8 @@ impl Default for TrainerSpec {
             minibatches: 1,
             mismatch_kl_alarm: 0.05,
             algorithm: AlgorithmSpec::default(),
+            lora: None,
+            gradient_checkpointing: false,
         }
     }
 }
@@ -272,6 +287,16 @@ impl JobSpec {
             t.mismatch_kl_alarm,
         )?;
         t.algorithm.validate()?;
+        if let Some(lora) = &t.lora {
+            lora.validate()?;
+            // The adapters are part of it, so a leader without it could not go on from the newest step.
+            need(
+                self.optimizer_state_every == 1,
+                "optimizer_state_every",
+                "1 with `trainer.lora`, whose adapters it holds",
+                self.optimizer_state_every,
+            )?;
+        }
         need(!self.tasks.is_empty() && self.tasks.len() <= 64, "tasks", "1 to 64 task sets", self.tasks.len())?;
         for (i, set) in self.tasks.iter().enumerate() {
             let at = |f: &str| format!("tasks[{i}].{f}");

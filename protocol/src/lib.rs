@@ -22,6 +22,7 @@ pub mod ids;
 pub mod job;
 pub mod ledger;
 pub mod lineage;
+pub mod lora;
 pub mod manifest;
 pub mod placement;
 pub mod planted;

@@ -574,6 +574,7 @@ impl NodeCore {
             "wait": view.wait,
             "voters": self.groups.voters(model),
             "weights": state.weights,
+            "optimizer_state": state.optimizer_state,
             "files": state.files,
             "consumed": state.consumed.len(),
             "terms": state.terms,

@@ -14,6 +14,7 @@ use starling_engine::{
 use starling_protocol::assignment::Assignment;
 use starling_protocol::control::{ControlEntry, ModelState};
 use starling_protocol::job::{CollectionRule, EvaluateSpec, JobSpec, Sampling, TaskSetSpec, TrainerSpec};
+use starling_protocol::lora::{LoraSpec, LoraTarget};
 use starling_protocol::record::{Fitness, Role};
 use starling_protocol::rollout::{FinishReason, Receipt, Rollout, Timeline, Turn, TurnReceipt, receipt_body};
 use starling_protocol::signed::{Domain, Signature};
@@ -74,8 +75,12 @@ impl Compute for TestCompute {
             return Ok(Box::new(FakeTrainer { node, takes, weights: Arc::new(Mutex::new(start.weights)) }));
         }
         let config = LlamaConfig::from_json(config).map_err(|e| e.to_string())?;
-        let weights = Weights::from_safetensors(&config, &start.weights, &Device::Cpu).map_err(|e| e.to_string())?;
-        let options = TrainerConfig { learning_rate: 0.01, betas: spec.betas, threads: 1, ..TrainerConfig::default() };
+        // Adapters lie on the job's first weights.
+        let first = start.reference.filter(|_| spec.lora.is_some());
+        let bytes = first.as_ref().unwrap_or(&start.weights);
+        let weights = Weights::from_safetensors(&config, bytes, &Device::Cpu).map_err(|e| e.to_string())?;
+        let (lora, seed, betas) = (spec.lora.clone(), start.seed, spec.betas);
+        let options = TrainerConfig { learning_rate: 0.01, betas, threads: 1, lora, seed, ..TrainerConfig::default() };
         let mut trainer = Trainer::new(config, &weights, options, Device::Cpu).map_err(|e| e.to_string())?;
         if let Some(state) = start.optimizer_state {
             trainer.load_optimizer_state(&state).map_err(|e| e.to_string())?;
@@ -145,6 +150,15 @@ fn tiny() -> LlamaConfig {
 
 /// Servers with these devices and a client, who know each other and have a model with a job.
 async fn world(devices: Vec<Arc<dyn Compute>>, moments_every: u64, config: MaintenanceConfig) -> World {
+    world_that_trains(TrainerSpec::default(), devices, moments_every, config).await
+}
+
+async fn world_that_trains(
+    trainer: TrainerSpec,
+    devices: Vec<Arc<dyn Compute>>,
+    moments_every: u64,
+    config: MaintenanceConfig,
+) -> World {
     let mut world = World::new();
     world.config = config;
     for (n, device) in (1..).zip(devices) {
@@ -172,7 +186,7 @@ async fn world(devices: Vec<Arc<dyn Compute>>, moments_every: u64, config: Maint
         lease_ttl_ms: 60_000,
         optimizer_state_every: moments_every,
         sampling: Sampling::default(),
-        trainer: TrainerSpec::default(),
+        trainer,
         tasks: vec![TaskSetSpec { name: "s".into(), weight: 1.0, train, heldout: None }],
         evaluate: EvaluateSpec::default(),
     };
@@ -267,9 +281,10 @@ async fn run_group(w: &World) -> RolloutId {
 }
 
 /// Weights of versions 1 to 4; the leader dies for good after version 2 if it is to.
-async fn train(moments_every: u64, interrupted: bool) -> Vec<Hash> {
+async fn train(trainer: TrainerSpec, moments_every: u64, interrupted: bool) -> Vec<Hash> {
     let real = |n| Arc::new(TestCompute { node: id(n), takes: SECOND, real: true, memory: ROOMY }) as Arc<dyn Compute>;
-    let mut w = world((1..=3).map(real).collect(), moments_every, MaintenanceConfig::default()).await;
+    let devices = (1..=3).map(real).collect();
+    let mut w = world_that_trains(trainer, devices, moments_every, MaintenanceConfig::default()).await;
     let mut weights = Vec::new();
     for step in 1..=4 {
         if interrupted && step == 3 {
@@ -287,12 +302,22 @@ async fn train(moments_every: u64, interrupted: bool) -> Vec<Hash> {
 
 #[tokio::test(start_paused = true)]
 async fn a_new_leader_goes_on_with_the_moments_of_the_old_one_bit_by_bit() {
+    let train = |every, interrupted| train(TrainerSpec::default(), every, interrupted);
     let whole = train(1, false).await;
     assert_eq!(train(1, true).await, whole, "as if nothing had happened");
     // Without the moments the first steps are the same and the later ones are not.
     let without = train(0, true).await;
     assert_eq!(without[..2], whole[..2]);
     assert_ne!(without[2], whole[2]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_new_leader_goes_on_with_the_adapters_of_the_old_one_bit_by_bit() {
+    let lora = Some(LoraSpec { rank: 2, alpha: 4.0, targets: LoraTarget::ALL.to_vec() });
+    let trainer = || TrainerSpec { lora: lora.clone(), ..TrainerSpec::default() };
+    let whole = train(trainer(), 1, false).await;
+    assert_eq!(train(trainer(), 1, true).await, whole, "as if nothing had happened");
+    assert_ne!(train(TrainerSpec::default(), 1, false).await[0], whole[0]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -100,6 +100,37 @@ pub fn training_tokens_per_s(
     Ok(per_second(total, start))
 }
 
+/// `samples` sequences of `len` tokens as one GRPO group makes them: the first `prompt` tokens are the same, the rest is
+/// their own and trains.
+#[must_use]
+pub fn grpo_group(vocab: usize, samples: usize, len: usize, prompt: usize) -> Vec<Sample> {
+    let shared = tokens(vocab, prompt, 1);
+    let sample = |i: usize| Sample {
+        tokens: shared.iter().copied().chain(tokens(vocab, len - prompt, i + 2)).collect(),
+        loss_mask: (0..len).map(|t| t >= prompt).collect(),
+        behaviour_logprobs: vec![-5.5; len],
+        advantage: if i % 2 == 0 { 1.0 } else { -1.0 },
+        ..Sample::default()
+    };
+    (0..samples).map(sample).collect()
+}
+
+/// Seconds of each of `steps` optimizer steps on one batch, behind one that warms up.
+///
+/// # Errors
+/// Whatever [`Trainer::new`] and `step` refuse.
+pub fn step_seconds(
+    cfg: &LlamaConfig,
+    weights: &Weights,
+    tc: &TrainerConfig,
+    batch: &[Sample],
+    steps: usize,
+) -> Result<Vec<f64>, TrainError> {
+    let mut trainer = Trainer::new(cfg.clone(), weights, tc.clone(), Device::Cpu)?;
+    trainer.step(batch)?;
+    (0..steps).map(|_| Ok(trainer.step(batch)?.step_ms / 1e3)).collect()
+}
+
 #[expect(clippy::cast_precision_loss, reason = "counts are below 2^53")]
 fn per_second(count: u64, start: Instant) -> f64 {
     count as f64 / start.elapsed().as_secs_f64().max(1e-9)

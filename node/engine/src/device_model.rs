@@ -31,9 +31,12 @@ impl DeviceModel {
     pub(crate) fn logprobs(&self, batch: &PackedSequences) -> Result<Tensor> {
         let device = self.params[0].device();
         let ids = Tensor::from_slice(&batch.tokens, batch.tokens.len(), device)?;
+        let Some(offsets) = batch.offsets() else {
+            candle_core::bail!("sequences that share prefixes are for the CPU's kernels");
+        };
         let mut x = self.params[0].index_select(&ids, 0)?;
         for p in layer_params(&self.cfg, &self.params) {
-            x = self.layer(p, &x, &batch.offsets)?;
+            x = self.layer(p, &x, &offsets)?;
         }
         let rows = Tensor::from_slice(&batch.rows, batch.rows.len(), device)?;
         let picked = rms_norm(&x.index_select(&rows, 0)?, &self.params[last_norm_index(&self.cfg)], self.eps)?;

@@ -34,5 +34,10 @@ pub use infer::{
 };
 pub use sampling::SamplingParams;
 pub use score::sequence_logprobs;
-pub use train::{Sample, StepReport, Trainer, TrainerConfig};
+pub use train::{PeftAdapter, Sample, StepReport, Trainer, TrainerConfig};
 pub use weights::Weights;
+
+/// What optimizer state says of adapters.
+pub mod lora {
+    pub use crate::train::{has_adapters, peft_adapter};
+}

@@ -32,7 +32,7 @@ pub fn sequence_logprobs(
     }
     let batch = PackedSequences::new([(tokens, vec![true; tokens.len()].as_slice())]);
     let rows = if device.is_cpu() {
-        CpuModel::new(cfg, &params, rope_table(cfg))?.logprobs(&batch, &mut Tape::default())
+        CpuModel::new(cfg, &params, rope_table(cfg))?.logprobs(&batch, &mut Tape::new(true))
     } else {
         to_host(&DeviceModel::new(cfg, params, rope_table(cfg))?.logprobs(&batch)?, "score")?
     };

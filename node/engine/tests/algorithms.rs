@@ -18,6 +18,7 @@ use starling_protocol::algorithm::{
 };
 
 const GOLDENS: &str = include_str!("../../../tests/goldens/algorithms.json");
+const TREE: &str = include_str!("../../../tests/goldens/tree.json");
 
 fn floats(v: &Value) -> Vec<f64> {
     v.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
@@ -77,15 +78,28 @@ fn trainer(cfg: &LlamaConfig, start: &Weights, reference: &Weights, tc: TrainerC
 #[test]
 fn loss_and_model_gradients_of_every_algorithm_match() {
     let root: Value = serde_json::from_str(GOLDENS).unwrap();
-    let root = &root["model"];
+    check_cases(&root["model"], 30, 0);
+}
+
+/// Two episodes of one prompt, one of them forked twice (`make_tree_goldens.py`): the reference computes each sequence on
+/// its own, the trainer each prefix once.
+#[test]
+fn loss_and_model_gradients_of_forked_timelines_match() {
+    let root: Value = serde_json::from_str(TREE).unwrap();
+    // What was there already: up to two forks, the prompt of the other episode, and all of its second timeline.
+    check_cases(&root, 512, 15 + 12 + 9 + 14);
+}
+
+fn check_cases(root: &Value, micro_batch_tokens: usize, shared: u64) {
     let cfg = LlamaConfig::from_json(root["config"].to_string().as_bytes()).unwrap();
     let (start, reference, samples) = (weights(&cfg, 0.0), weights(&cfg, 0.05), samples(root));
     for (name, case) in root["cases"].as_object().unwrap() {
         let algorithm: AlgorithmSpec = serde_json::from_value(case["spec"].clone()).unwrap();
-        // No clipping of the gradient; small micro-batches, so that episodes lie in several.
-        let tc = TrainerConfig { algorithm, max_grad_norm: 0.0, micro_batch_tokens: 30, ..TrainerConfig::default() };
+        // No clipping of the gradient; where micro-batches are small, episodes lie in several.
+        let tc = TrainerConfig { algorithm, max_grad_norm: 0.0, micro_batch_tokens, ..TrainerConfig::default() };
         let mut trainer = trainer(&cfg, &start, &reference, tc);
         let report = trainer.step(&samples).unwrap();
+        assert_eq!(report.tokens_shared, shared);
         let want = |field: &str| case[field].as_f64().unwrap();
         close(&format!("{name}: loss"), report.loss, want("loss"), 2e-5 * want("loss").abs().max(1.0));
         close(&format!("{name}: masked"), report.masked_fraction, want("masked"), 1e-6);

@@ -6,7 +6,7 @@ use crate::{BadInput, model_files, print};
 use anyhow::{Context, bail};
 use serde_json::Value;
 use starling_core::NodeCore;
-use starling_engine::{Checkpoint, Device, LlamaConfig, SaveDtype, Weights};
+use starling_engine::{Checkpoint, Device, LlamaConfig, SaveDtype, Weights, lora};
 use starling_protocol::{ModelName, PolicyVersion, Term};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -51,14 +51,42 @@ pub async fn create(
     core.create_model(model, weights, files).await
 }
 
+fn check_empty(out: &Path) -> anyhow::Result<()> {
+    if std::fs::read_dir(out).is_ok_and(|mut d| d.next().is_some()) {
+        bail!("{} is not empty", out.display());
+    }
+    Ok(())
+}
+
+/// Writes the adapters of the newest step that kept optimizer state, as PEFT loads them.
+///
+/// # Errors
+/// When the folder is not empty, the model is not trained by adapters, or their state cannot be had.
+pub async fn export_adapter(core: &Arc<NodeCore>, model: &ModelName, out: &Path) -> anyhow::Result<PolicyVersion> {
+    check_empty(out)?;
+    let found = model_files::optimizer_state(core, model).await.map_err(anyhow::Error::msg)?;
+    let (version, manifest) = found.with_context(|| format!("model {model} has no optimizer state"))?;
+    let bytes = core.blobs().fetch(&manifest, &core.models().sources_of(model)).await?;
+    let (out, base) = (out.to_owned(), model.to_string());
+    tokio::task::spawn_blocking(move || -> anyhow::Result<()> {
+        let adapter = lora::peft_adapter(&bytes, &base)?;
+        let adapter = adapter.with_context(|| {
+            format!("model {base}: expected adapters in the optimizer state (a job with `trainer.lora`), got none")
+        })?;
+        std::fs::create_dir_all(&out)?;
+        std::fs::write(out.join("adapter_config.json"), adapter.config)?;
+        Ok(std::fs::write(out.join("adapter_model.safetensors"), adapter.weights)?)
+    })
+    .await??;
+    Ok(version)
+}
+
 /// Writes the newest committed version of `model` as a Hugging Face folder.
 ///
 /// # Errors
 /// When the folder is not empty, or weights or files cannot be had.
 pub async fn export(core: &Arc<NodeCore>, model: &ModelName, out: &Path) -> anyhow::Result<PolicyVersion> {
-    if std::fs::read_dir(out).is_ok_and(|mut d| d.next().is_some()) {
-        bail!("{} is not empty", out.display());
-    }
+    check_empty(out)?;
     let version = match core.groups().state(model) {
         Some(s) => s.borrow().version,
         None => core.models().get(model).with_context(|| format!("model {model} is not known on this mesh"))?.version,
@@ -83,13 +111,20 @@ pub async fn export(core: &Arc<NodeCore>, model: &ModelName, out: &Path) -> anyh
 ///
 /// # Errors
 /// [`BadInput`] for the name, or the node's refusal.
-pub async fn export_command(client: &AdminClient, model: &str, out: &Path, json: bool) -> anyhow::Result<()> {
+pub async fn export_command(
+    client: &AdminClient,
+    model: &str,
+    out: &Path,
+    adapter: bool,
+    json: bool,
+) -> anyhow::Result<()> {
     let model: ModelName = model.parse().map_err(BadInput::wrap)?;
     let out = std::path::absolute(out)?;
-    let v: Value = client.post(&format!("/checkpoints/{model}"), &ExportRequest { out: out.clone() }).await?;
+    let v: Value = client.post(&format!("/checkpoints/{model}"), &ExportRequest { out: out.clone(), adapter }).await?;
     print(json, &v, || {
         let version = PolicyVersion(v["version"].as_u64().unwrap_or_default());
-        format!("version {version} of {model} lies in {}", out.display())
+        let what = if adapter { "the adapters of version" } else { "version" };
+        format!("{what} {version} of {model} lies in {}", out.display())
     })
 }
 

@@ -5,7 +5,7 @@ use super::{Compute, Engine, StepInput, StepTrainer, Stepped, TrainerStart, Trai
 use candle_core::Device;
 use starling_engine::{
     EngineError, GenerateRequest, InferenceEngine, InferenceOptions, LlamaConfig, StepReport, TokenSink, Trainer,
-    TrainerConfig, Weights,
+    TrainerConfig, Weights, lora,
 };
 use starling_protocol::PolicyVersion;
 use starling_protocol::job::TrainerSpec;
@@ -125,6 +125,10 @@ impl TrainerThread {
             micro_batch_tokens: options.micro_batch_tokens,
             threads: options.threads,
             nice: options.nice,
+            lora: spec.lora.clone(),
+            seed: start.seed,
+            gradient_checkpointing: spec.gradient_checkpointing,
+            share_prefixes: true,
         };
         let (work, queue) = std_mpsc::sync_channel::<Work>(1);
         std::thread::Builder::new()
@@ -160,13 +164,21 @@ fn build(config: &LlamaConfig, start: &TrainerStart, tc: TrainerConfig, device: 
     let weights = |what: &str, bytes: &[u8]| {
         Weights::from_safetensors(config, bytes, &device).map_err(|e| format!("{what}: {e}"))
     };
-    let current = weights("weights", &start.weights)?;
+    let has_adapters = tc.lora.is_some();
+    let needs_reference = tc.algorithm.needs_reference();
+    let first = if has_adapters { start.reference.as_ref() } else { None };
+    let current = weights("weights", first.unwrap_or(&start.weights))?;
     let mut trainer =
         Trainer::new(config.clone(), &current, tc, device.clone()).map_err(|e| format!("trainer: {e}"))?;
-    if let Some(state) = &start.optimizer_state {
-        trainer.load_optimizer_state(state).map_err(|e| format!("optimizer state: {e}"))?;
+    drop(current);
+    match &start.optimizer_state {
+        Some(state) if !has_adapters && lora::has_adapters(state) => {
+            tracing::info!("optimizer starts without moments: those at hand belong to a former job's adapters");
+        }
+        Some(state) => trainer.load_optimizer_state(state).map_err(|e| format!("optimizer state: {e}"))?,
+        None => {}
     }
-    if let Some(bytes) = &start.reference {
+    if let Some(bytes) = start.reference.as_ref().filter(|_| needs_reference) {
         let reference = weights("reference weights", bytes)?;
         trainer.set_reference(&reference).map_err(|e| format!("reference weights: {e}"))?;
     }

@@ -64,10 +64,12 @@ impl TrainingMemory {
 pub struct TrainerStart {
     /// The current weights.
     pub weights: Vec<u8>,
-    /// The optimizer's moments, if there are any.
+    /// The optimizer's moments, if there are any; with adapters, these too.
     pub optimizer_state: Option<Vec<u8>>,
-    /// The weights that the job started from, where its algorithm compares with them.
+    /// The weights that the job started from, where its algorithm compares with them or its adapters lie on them.
     pub reference: Option<Vec<u8>>,
+    /// What fresh adapters are drawn from.
+    pub seed: u64,
 }
 
 /// What one step is made of.

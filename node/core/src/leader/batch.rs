@@ -83,6 +83,7 @@ pub(crate) fn metrics_of(batch: &TrainingBatch, r: &StepReport) -> StepMetrics {
         staleness_mean: staleness_sum as f64 / sampled.max(1) as f64,
         tokens,
         tokens_saved: alone.saturating_sub(tokens),
+        tokens_shared: r.tokens_shared,
         mfu: r.mfu,
         ..StepMetrics::default()
     }

@@ -155,10 +155,15 @@ impl<'a> JobRun<'a> {
         let holders = with_holders(&state.weights_holders);
         let weights = async { context.blobs.fetch(manifest, &holders).await.map_err(|e| e.to_string()) };
         let optimizer_state = async {
+            let adapters = job.spec.trainer.lora.is_some();
+            if adapters && job.steps == 0 {
+                return Ok(None); // they are this job's own
+            }
             let Some((version, m)) = &state.optimizer_state else { return Ok(None) };
             // Moments some versions old are better than none; they must not keep a model from training.
             Ok(match context.blobs.fetch(m, &with_holders(&state.optimizer_holders)).await {
                 Ok(bytes) => Some(bytes),
+                Err(e) if adapters => return Err(format!("the job's adapters of version {version}: {e}")),
                 Err(e) => {
                     tracing::warn!(model = %desk.model, %version, error = %e, "optimizer starts without its moments");
                     None
@@ -168,18 +173,20 @@ impl<'a> JobRun<'a> {
         // The weights before the job's first step: the current ones until there was one.
         let reference = async {
             match state.reference.as_ref().filter(|r| r.job == job.job) {
-                Some(r) if job.spec.trainer.algorithm.needs_reference() => {
+                Some(r) if job.spec.trainer.needs_first_weights() => {
                     let found = context.blobs.fetch(&r.weights, &with_holders(&r.holders)).await;
-                    found.map(Some).map_err(|e| format!("the job's first weights, which its KL needs: {e}"))
+                    found
+                        .map(Some)
+                        .map_err(|e| format!("the job's first weights, which its KL or its adapters need: {e}"))
                 }
                 _ => Ok(None),
             }
         };
         let (tasks, weights, config, optimizer_state, reference) =
             futures::try_join!(tasks, weights, load_config(desk, state), optimizer_state, reference)?;
-        let needs_reference = job.spec.trainer.algorithm.needs_reference();
-        let reference = reference.or_else(|| needs_reference.then(|| weights.clone()));
-        let start = TrainerStart { weights, optimizer_state, reference };
+        let needs_first = job.spec.trainer.needs_first_weights();
+        let reference = reference.or_else(|| needs_first.then(|| weights.clone()));
+        let start = TrainerStart { weights, optimizer_state, reference, seed: job.spec.seed };
         let trainer = context.compute.start_trainer(&config, start, &job.spec.trainer)?;
         // This term may have been led from here before. No start gives out a million episodes in a millisecond.
         let first = if planted::has(Bug::ReissueEpisode) { 0 } else { (context.clock)().0.saturating_mul(1 << 20) };

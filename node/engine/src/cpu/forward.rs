@@ -8,12 +8,19 @@ use crate::kernels::{elementwise, norm};
 use crate::packing::PackedSequences;
 use crate::par;
 
-/// Floats of logits alive per thread: 512 KiB, a quarter of a second-level cache.
+/// Floats of logits alive at a time: 512 KiB, a quarter of a second-level cache.
 const LOGITS_AT_ONCE: usize = 1 << 17;
+/// But at least as many rows of them: an output matrix that no cache holds is read once for all of them, and its gradient
+/// read and written. 18 MiB a thread for a vocabulary of 49152.
+const LOGIT_ROWS_MIN: usize = 96;
 
 /// Activations of one pass, kept between passes to spare the allocator.
+///
+/// With checkpointing only the residual stream before each layer is kept; the rest is one layer's, which the backward
+/// pass computes again (Chen et al., arXiv:1604.06174), by the same kernels and so to the same bits.
 #[derive(Debug, Default)]
 pub(crate) struct Tape {
+    checkpointing: bool,
     /// Per layer: the residual stream before it `[tokens, hidden]`; one more after the last.
     pub(crate) x: Vec<Vec<f32>>,
     /// Per layer `[tokens, q | k | v]`, before norms of heads and rotation.
@@ -42,11 +49,22 @@ pub(crate) fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
 }
 
 impl Tape {
+    /// An empty one.
+    pub(crate) fn new(checkpointing: bool) -> Self {
+        Self { checkpointing, ..Self::default() }
+    }
+
     fn prepare(&mut self, layers: usize) {
         self.x.resize_with(layers + 1, Vec::new);
+        let kept = if self.checkpointing { layers.min(1) } else { layers };
         for list in [&mut self.qkv, &mut self.mixed, &mut self.middle, &mut self.gate_up] {
-            list.resize_with(layers, Vec::new);
+            list.resize_with(kept, Vec::new);
         }
+    }
+
+    /// Where a layer's activations lie.
+    pub(crate) fn place(&self, layer: usize) -> usize {
+        if self.checkpointing { 0 } else { layer }
     }
 }
 
@@ -76,31 +94,44 @@ impl CpuModel {
             row.copy_from_slice(&self.embed[id as usize * h..(id as usize + 1) * h]);
         }
         for l in 0..self.layers.len() {
-            self.layer(l, batch, tape);
+            self.activations(l, batch, tape);
+            self.layer_output(l, batch, tape);
         }
     }
 
-    fn layer(&self, l: usize, batch: &PackedSequences, tape: &mut Tape) {
-        let (layer, tokens, h) = (&self.layers[l], batch.tokens.len(), self.hidden);
-        let (before, after) = tape.x.split_at_mut(l + 1);
-        let x = &before[l][..tokens * h];
+    /// The activations of a layer again, where they were not kept.
+    pub(crate) fn recompute(&self, l: usize, batch: &PackedSequences, tape: &mut Tape) {
+        if tape.checkpointing {
+            self.activations(l, batch, tape);
+        }
+    }
+
+    /// A layer up to the input of SwiGLU.
+    fn activations(&self, l: usize, batch: &PackedSequences, tape: &mut Tape) {
+        let (layer, tokens, h, at) = (&self.layers[l], batch.tokens.len(), self.hidden, tape.place(l));
+        let x = &tape.x[l][..tokens * h];
         let normed = sized(&mut tape.h, tokens * h);
         norm::forward(x, &layer.norm1, self.eps, normed);
-        let qkv = sized(&mut tape.qkv[l], tokens * self.shape.qkv_len());
+        let qkv = sized(&mut tape.qkv[at], tokens * self.shape.qkv_len());
         layer.project(normed, h, qkv);
-        let mixed = sized(&mut tape.mixed[l], tokens * self.shape.q_len());
+        let mixed = sized(&mut tape.mixed[at], tokens * self.shape.q_len());
         let heads = layer.normed_heads(qkv, self.shape, self.eps, &mut tape.heads);
-        packed_forward(heads, &batch.offsets, self.shape, &self.rope, mixed);
-        let middle = sized(&mut tape.middle[l], tokens * h);
+        packed_forward(heads, &batch.segments, self.shape, &self.rope, mixed);
+        let middle = sized(&mut tape.middle[at], tokens * h);
         middle.copy_from_slice(x);
         layer.output.mul(Lhs::rows(mixed, self.shape.q_len()), middle, true);
         norm::forward(middle, &layer.norm2, self.eps, normed);
-        let gate_up = sized(&mut tape.gate_up[l], tokens * 2 * self.inner);
+        let gate_up = sized(&mut tape.gate_up[at], tokens * 2 * self.inner);
         layer.gate_up.mul(Lhs::rows(normed, h), gate_up, false);
+    }
+
+    /// The rest of it: the residual stream before the next one.
+    fn layer_output(&self, l: usize, batch: &PackedSequences, tape: &mut Tape) {
+        let (layer, tokens, h, at) = (&self.layers[l], batch.tokens.len(), self.hidden, tape.place(l));
         let inner = sized(&mut tape.inner, tokens * self.inner);
-        elementwise::swiglu(gate_up, self.inner, inner);
-        let out = sized(&mut after[0], tokens * h);
-        out.copy_from_slice(middle);
+        elementwise::swiglu(&tape.gate_up[at][..tokens * 2 * self.inner], self.inner, inner);
+        let out = sized(&mut tape.x[l + 1], tokens * h);
+        out.copy_from_slice(&tape.middle[at][..tokens * h]);
         layer.down.mul(Lhs::rows(inner, self.inner), out, true);
     }
 
@@ -108,7 +139,7 @@ impl CpuModel {
     fn target_logprobs(&self, normed: &[f32], targets: &[u32]) -> Vec<f32> {
         let (h, vocab) = (self.hidden, self.vocab);
         let mut out = vec![0f32; targets.len() * 2];
-        let step = logit_rows(vocab).min(par::rows_per_chunk(targets.len()).max(8));
+        let step = logit_rows(vocab).min(targets.len().div_ceil(par::workers()).max(8));
         par::chunks_mut(&mut out, step * 2, |i, out| {
             let first = i * step;
             let mut logits = vec![0f32; out.len() / 2 * vocab];
@@ -123,7 +154,7 @@ impl CpuModel {
     }
 }
 
-/// Rows of logits to hold at a time.
+/// Rows of logits to hold at a time; the same on any number of threads, as sums over rows are cut by it.
 pub(crate) fn logit_rows(vocab: usize) -> usize {
-    (LOGITS_AT_ONCE / vocab.max(1)).clamp(8, 1024)
+    (LOGITS_AT_ONCE / vocab.max(1)).clamp(LOGIT_ROWS_MIN, 1024)
 }

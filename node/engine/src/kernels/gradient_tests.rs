@@ -1,15 +1,22 @@
 //! Finite differences for every kernel that has a backward.
 
+use std::ops::Range;
+
 use super::attention::AttentionShape;
 use super::attention_grad::{packed_backward, packed_forward};
 use super::logprob::{logprob_entropy, logprob_entropy_grad};
 use super::matmul::{Lhs, Packed};
 use super::rope::RopeTable;
 use super::{at_every_level, elementwise, norm};
+use crate::packing::Segment;
 
 /// A smooth, varied input.
 fn wave(len: usize, phase: f32) -> Vec<f32> {
     (0u16..).take(len).map(|i| (f32::from(i) * 0.731 + phase).sin() * 0.8).collect()
+}
+
+fn slice(rows: Range<usize>) -> Vec<Range<usize>> {
+    std::iter::once(rows).collect()
 }
 
 /// Compares `grad`, the gradient of `Σ wave · f(x)`, with central differences of `f`.
@@ -137,13 +144,17 @@ fn rotated_attention_has_the_gradient_of_its_forward_over_packed_sequences() {
     for (heads, kv_heads, head_dim) in [(4, 2, 6), (2, 2, 16), (3, 1, 10)] {
         let shape = AttentionShape { heads, kv_heads, head_dim };
         let rope = RopeTable::new(head_dim, 10_000.0, None, 32);
-        let offsets = [0, 1, 19, 26];
-        let (x, g) = (wave(26 * shape.qkv_len(), 0.3), wave(26 * shape.q_len(), 0.4));
+        // Behind them a fork after ten tokens of the second, and one after three of that.
+        let rows = [0..1, 1..19, 19..26, 26..31, 31..40];
+        let prefixes = [vec![], vec![], vec![], slice(1..11), [slice(1..11), slice(26..29)].concat()];
+        let segments: Vec<Segment> =
+            rows.into_iter().zip(prefixes).map(|(rows, prefix)| Segment { prefix, rows }).collect();
+        let (x, g) = (wave(40 * shape.qkv_len(), 0.3), wave(40 * shape.q_len(), 0.4));
         let mut dx = vec![0f32; x.len()];
-        packed_backward(&x, &g, &offsets, shape, &rope, &mut dx);
+        packed_backward(&x, &g, &segments, shape, &rope, &mut dx);
         check("qkv", &x, &dx, |x| {
-            let mut y = vec![0f32; 26 * shape.q_len()];
-            packed_forward(x, &offsets, shape, &rope, &mut y);
+            let mut y = vec![0f32; 40 * shape.q_len()];
+            packed_forward(x, &segments, shape, &rope, &mut y);
             y
         });
     }
@@ -153,13 +164,15 @@ fn rotated_attention_has_the_gradient_of_its_forward_over_packed_sequences() {
 fn every_instruction_set_computes_the_same_within_rounding() {
     let shape = AttentionShape { heads: 2, kv_heads: 1, head_dim: 24 };
     let rope = RopeTable::new(24, 10_000.0, None, 32);
+    let of_rows = |rows, prefix| Segment { prefix, rows };
+    let segments = [of_rows(0..3, vec![]), of_rows(3..12, vec![]), of_rows(12..20, slice(3..9))];
     let run = || {
         let mut out = Vec::new();
         let x = wave(20 * shape.qkv_len(), 0.3);
         let mut y = vec![0f32; 20 * shape.q_len()];
-        packed_forward(&x, &[0, 3, 20], shape, &rope, &mut y);
+        packed_forward(&x, &segments, shape, &rope, &mut y);
         let mut dx = vec![0f32; x.len()];
-        packed_backward(&x, &y, &[0, 3, 20], shape, &rope, &mut dx);
+        packed_backward(&x, &y, &segments, shape, &rope, &mut dx);
         // Rows of 48, products of 20 x 48 x 70: whole and partial tiles.
         let mut product = vec![0f32; 20 * 70];
         Packed::from_weight(&wave(70 * 48, 0.2), 70, 48).mul(Lhs::rows(&y, 48), &mut product, false);

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::config::LlamaConfig;
 use crate::error::TrainError;
-use crate::packing::PackedSequences;
+use crate::packing::{PackedSequences, Packer};
 
 use super::loss::TokenTerm;
 
@@ -102,23 +102,26 @@ pub(crate) fn minibatches(batch: &[Sample], parts: usize) -> Vec<Range<usize>> {
 /// Cuts a batch into micro-batches of at most `tokens_max` tokens (a longer sample goes alone), in order. `terms` are
 /// those of each sample.
 ///
-/// The cut depends on the batch only, so that sums have one order on any number of threads.
-pub(crate) fn micro_batches(batch: &[Sample], terms: &[Vec<TokenTerm>], tokens_max: usize) -> Vec<MicroBatch> {
+/// With `share` a prefix that samples of one micro-batch have in common, such as the prompt of a group or what came before
+/// a fork, is there once. The cut depends on the batch only, so that sums have one order on any number of threads.
+pub(crate) fn micro_batches(
+    batch: &[Sample],
+    terms: &[Vec<TokenTerm>],
+    tokens_max: usize,
+    share: bool,
+) -> Vec<MicroBatch> {
     let mut out = Vec::new();
-    let mut first = 0;
-    while first < batch.len() {
-        let mut tokens = batch[first].tokens.len();
-        let mut end = first + 1;
-        while end < batch.len() && tokens + batch[end].tokens.len() <= tokens_max {
-            tokens += batch[end].tokens.len();
-            end += 1;
+    let (mut packer, mut packed_terms) = (Packer::new(share), Vec::new());
+    for (s, terms) in batch.iter().zip(terms) {
+        if packer.tokens() > 0 && packer.tokens() + packer.cost(&s.tokens, &s.loss_mask) > tokens_max {
+            let packed = std::mem::replace(&mut packer, Packer::new(share)).finish();
+            out.push(MicroBatch { packed, terms: std::mem::take(&mut packed_terms) });
         }
-        let part = &batch[first..end];
-        let packed = PackedSequences::new(part.iter().map(|s| (s.tokens.as_slice(), s.loss_mask.as_slice())));
-        if !packed.rows.is_empty() {
-            out.push(MicroBatch { packed, terms: terms[first..end].concat() });
-        }
-        first = end;
+        packer.push(&s.tokens, &s.loss_mask);
+        packed_terms.extend_from_slice(terms);
+    }
+    if packer.tokens() > 0 {
+        out.push(MicroBatch { packed: packer.finish(), terms: packed_terms });
     }
     out
 }
@@ -154,6 +157,26 @@ mod tests {
         assert_eq!(minibatches(&batch, 2), [0..3, 3..8]);
         assert_eq!(minibatches(&batch, 9), [0..2, 2..3, 3..4, 4..7, 7..8]);
         assert_eq!(minibatches(&batch, 1), std::slice::from_ref(&(0..8)));
+    }
+
+    #[test]
+    fn micro_batches_hold_so_many_tokens_as_are_computed_and_every_term_once() {
+        let sample = |last: u32| Sample {
+            tokens: (0..30).chain([last, 40]).collect(),
+            loss_mask: (0..32).map(|t| t >= 30).collect(),
+            ..Sample::default()
+        };
+        let batch: Vec<Sample> = (50..58).map(sample).collect();
+        let cut = |tokens_max, share| {
+            let micro = micro_batches(&batch, &terms(&batch), tokens_max, share);
+            assert!(micro.iter().all(|m| m.terms.len() == m.packed.rows.len()));
+            assert_eq!(micro.iter().map(|m| m.terms.len()).sum::<usize>(), 16);
+            micro.iter().map(|m| (m.packed.tokens.len(), m.packed.shared)).collect::<Vec<_>>()
+        };
+        assert_eq!(cut(64, false), [(62, 0); 4]);
+        assert_eq!(cut(64, true), [(38, 7 * 30)]);
+        assert_eq!(cut(34, true), [(34, 3 * 30); 2]);
+        assert_eq!(cut(1, true), [(31, 0); 8]);
     }
 
     /// As it was when a sample was an episode.

@@ -1,9 +1,12 @@
 //! The trainer: batches of samples in, AdamW updates of the weights out.
 
+mod adapter_file;
 pub(crate) mod batch;
 pub(crate) mod gradients;
+pub(crate) mod lora;
 pub(crate) mod loss;
 pub(crate) mod optim;
+mod options;
 mod peak;
 mod state;
 
@@ -12,11 +15,14 @@ use std::time::Instant;
 
 use candle_core::{Device, Tensor};
 
+pub use adapter_file::{PeftAdapter, has_adapters, peft_adapter};
 pub use batch::Sample;
-use gradients::{GradientPlan, global_norm};
+use gradients::{GradientPlan, Trained, global_norm};
+use lora::LoraLayout;
 use loss::{Loss, LossSums, TokenTerm};
 use optim::{AdamW, Slot};
-use starling_protocol::algorithm::{AlgorithmSpec, Preset};
+pub use options::TrainerConfig;
+use options::check_options;
 
 use crate::config::LlamaConfig;
 use crate::error::TrainError;
@@ -35,49 +41,6 @@ const LANES: usize = 8;
 /// products have rows enough.
 const CPU_MICRO_BATCH_TOKENS: usize = 512;
 
-/// Options of a [`Trainer`].
-#[derive(Clone, Debug, PartialEq)]
-pub struct TrainerConfig {
-    /// AdamW's learning rate, above 0. 1e-6 to 1e-5 for pretrained models, 1e-3 for the tiny ones of tests.
-    pub learning_rate: f64,
-    /// Decay of the first and second moment, each in [0, 1).
-    pub betas: (f64, f64),
-    /// Added to the root of the second moment, above 0.
-    pub eps: f64,
-    /// Decoupled weight decay, at least 0; matrices only.
-    pub weight_decay: f64,
-    /// Gradients are scaled down to this Euclidean norm; 0 = never.
-    pub max_grad_norm: f64,
-    /// The loss.
-    pub algorithm: AlgorithmSpec,
-    /// Optimizer updates per `step()`: the batch is cut into this many consecutive parts, between episodes.
-    pub minibatches: usize,
-    /// Most tokens in one forward and backward pass; bounds memory. The gradients of an update's passes are accumulated. A longer sample goes alone. At most 512 on the CPU.
-    pub micro_batch_tokens: usize,
-    /// Threads of the trainer's own pool.
-    pub threads: usize,
-    /// Niceness of those threads, 0 to 19; above 0 they yield to the rest of the process.
-    pub nice: i32,
-}
-
-impl Default for TrainerConfig {
-    /// AdamW as most RL recipes run it, clip-higher 0.2/0.28 (DAPO), one update per step.
-    fn default() -> Self {
-        Self {
-            learning_rate: 1e-5,
-            betas: (0.9, 0.999),
-            eps: 1e-8,
-            weight_decay: 0.0,
-            max_grad_norm: 1.0,
-            algorithm: Preset::Dapo.spec(256),
-            minibatches: 1,
-            micro_batch_tokens: 4096,
-            threads: 2,
-            nice: 0,
-        }
-    }
-}
-
 /// What one call of [`Trainer::step`] did.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepReport {
@@ -87,6 +50,8 @@ pub struct StepReport {
     pub grad_norm: f64,
     /// Tokens of all samples.
     pub tokens: u64,
+    /// Of these, those that were not computed, as a sample before has the same prefix.
+    pub tokens_shared: u64,
     /// Tokens that trained.
     pub trained_tokens: u64,
     /// Share of trained tokens whose gradient a clip cut off or down.
@@ -105,11 +70,31 @@ pub struct StepReport {
     pub entropy: f64,
     /// Learning rate of the updates.
     pub learning_rate: f64,
-    /// Arithmetic of the updates, `6 · parameters · tokens` of forward and backward (recomputing not counted), over
+    /// Arithmetic of the updates, `6 · parameters · tokens` of forward and backward (recomputing and adapters not counted;
+    /// 4 with frozen weights; shared prefixes once), over
     /// wall-clock time, as a share of what the same threads reached in a large product; 0 where it was not measured.
     pub mfu: f64,
     /// Wall-clock time in milliseconds.
     pub step_ms: f64,
+}
+
+/// What one optimizer update takes.
+struct Gradients {
+    grads: Vec<Tensor>,
+    sums: LossSums,
+    /// Before clipping.
+    norm: f64,
+    /// Of clipping.
+    scale: f64,
+    /// Tokens that were not computed.
+    shared: u64,
+}
+
+/// The frozen side of adapters.
+struct Adapters {
+    layout: LoraLayout,
+    /// Fused parameters.
+    base: Vec<Tensor>,
 }
 
 /// Holds f32 master weights and AdamW's moments, and updates them batch by batch.
@@ -120,7 +105,9 @@ pub struct Trainer {
     options: TrainerConfig,
     device: Device,
     rope: Arc<RopeTable>,
+    /// What is trained: the fused parameters, or the adapters.
     slots: Vec<Slot>,
+    adapters: Option<Adapters>,
     /// Fused parameters of the reference policy, if the algorithm has one.
     reference: Option<Vec<Tensor>>,
     updates: u64,
@@ -147,14 +134,25 @@ impl Trainer {
     pub fn new(cfg: LlamaConfig, weights: &Weights, tc: TrainerConfig, device: Device) -> Result<Self, TrainError> {
         check_options(&tc)?;
         cfg.validate()?;
-        let slots = fuse(&cfg, weights, &device)?
+        if tc.gradient_checkpointing && !device.is_cpu() {
+            let (field, expected) = ("gradient_checkpointing", "false on other devices than the CPU");
+            return Err(TrainError::InvalidOption { field, expected, got: "true".into() });
+        }
+        let mut values = fuse(&cfg, weights, &device)?;
+        let mut adapters = None;
+        if let Some(spec) = &tc.lora {
+            let layout = LoraLayout::new(&cfg, spec);
+            let base = std::mem::replace(&mut values, layout.start(tc.seed, &device)?);
+            adapters = Some(Adapters { layout, base });
+        }
+        let slots = values
             .into_iter()
             .map(|value| Ok(Slot { m: value.zeros_like()?, v: value.zeros_like()?, value }))
             .collect::<candle_core::Result<Vec<_>>>()?;
         let pool = par::pool(tc.threads, tc.nice, "starling-train")
             .map_err(|e| TrainError::Threads { what: e.to_string() })?;
         let rope = rope_table(&cfg);
-        Ok(Self { rope, cfg, options: tc, device, slots, reference: None, updates: 0, pool, peak_flops: 0.0 })
+        Ok(Self { rope, cfg, options: tc, device, slots, adapters, reference: None, updates: 0, pool, peak_flops: 0.0 })
     }
 
     /// Sets the weights that [`AlgorithmSpec::kl`] compares with; they take as much memory as the model again.
@@ -201,12 +199,13 @@ impl Trainer {
         }
     }
 
-    /// The current weights: f32 tensors that later training does not change.
+    /// The current weights, adapters merged into them: f32 tensors that later training does not change.
     ///
     /// # Errors
     /// `Tensor` if the device has no room for the split matrices.
     pub fn weights(&self) -> Result<Weights, TrainError> {
-        Ok(Weights::from_ordered(split(&self.cfg, &values(&self.slots))?))
+        let params = self.pool.install(|| self.trained(&values(&self.slots)).params())?;
+        Ok(Weights::from_ordered(split(&self.cfg, &params)?))
     }
 
     /// Optimizer updates so far.
@@ -222,35 +221,46 @@ impl Trainer {
         let parts = batch::minibatches(batch, self.options.minibatches);
         let mut terms = batch::terms(batch);
         self.pool.install(|| self.look_back(batch, loss, parts.len(), &mut terms))?;
-        let mut slots = self.slots.clone();
+        // Behind its check a single update on the CPU cannot fail: the former state is let go piece by piece. Else it is kept
+        // until all parts have succeeded.
+        let sole = parts.len() == 1 && self.device.is_cpu();
+        let mut moved: Option<Vec<Slot>> = None;
         let mut updates = self.updates;
         let mut total = LossSums::default();
-        let mut norms = 0.0;
+        let (mut norms, mut tokens_shared) = (0.0, 0);
         for part in parts {
             let (samples, terms) = (&batch[part.clone()], &mut terms[part]);
-            let moved = updates > self.updates;
-            let update = self.pool.install(|| self.update(&slots, samples, terms, loss, updates + 1, moved))?;
-            if let Some((next, sums, norm)) = update {
-                slots = next;
-                updates += 1;
-                total.add(&sums);
-                norms += norm;
-            }
+            let found = {
+                let slots = moved.as_ref().unwrap_or(&self.slots);
+                self.pool.install(|| self.gradients(slots, samples, terms, loss, updates + 1, moved.is_some()))?
+            };
+            let Some(found) = found else { continue };
+            updates += 1;
+            total.add(&found.sums);
+            norms += found.norm;
+            tokens_shared += found.shared;
+            let former = match moved.take() {
+                Some(slots) => slots,
+                None if sole => std::mem::take(&mut self.slots),
+                None => self.slots.clone(),
+            };
+            let optimizer = self.optimizer();
+            moved = Some(self.pool.install(|| optimizer.update(former, found.grads, updates, found.scale))?);
         }
-        if total.tokens == 0 {
-            return Err(TrainError::NothingToTrain { samples: batch.len() });
-        }
+        let Some(slots) = moved else { return Err(TrainError::NothingToTrain { samples: batch.len() }) };
         let made = to_f64(updates - self.updates);
         self.slots = slots;
         self.updates = updates;
         let trained = to_f64(total.tokens);
         let tokens: u64 = batch.iter().map(|s| s.tokens.len() as u64).sum();
         let seconds = start.elapsed().as_secs_f64();
-        let flops = 6.0 * to_f64(self.cfg.parameter_count()) * to_f64(tokens);
+        let per_parameter = if self.adapters.is_some() { 4.0 } else { 6.0 };
+        let flops = per_parameter * to_f64(self.cfg.parameter_count()) * to_f64(tokens - tokens_shared);
         Ok(StepReport {
             loss: total.loss / trained,
             grad_norm: norms / made,
             tokens,
+            tokens_shared,
             trained_tokens: total.tokens,
             clip_fraction: to_f64(total.clipped) / trained,
             masked_fraction: to_f64(total.masked) / trained,
@@ -285,7 +295,8 @@ impl Trainer {
             }
         }
         if loss.needs_old_pass(minibatches) {
-            let logprobs = self.logprobs(&values(&self.slots), batch, terms)?;
+            let params = self.trained(&values(&self.slots)).params()?;
+            let logprobs = self.logprobs(&params, batch, terms)?;
             for (t, l) in terms.iter_mut().flatten().zip(logprobs.into_iter().flatten()) {
                 t.old_logprob = Some(l);
             }
@@ -301,9 +312,14 @@ impl Trainer {
         batch: &[Sample],
         terms: &[Vec<TokenTerm>],
     ) -> Result<Vec<Vec<f32>>, TrainError> {
-        let micro = batch::micro_batches(batch, terms, self.micro_batch_tokens());
+        let micro = batch::micro_batches(batch, terms, self.micro_batch_tokens(), self.shares_prefixes());
         let mut flat = self.plan().logprobs(params, &micro)?.into_iter();
         Ok(terms.iter().map(|t| flat.by_ref().take(t.len()).collect()).collect())
+    }
+
+    /// Other devices compute every sample in full.
+    fn shares_prefixes(&self) -> bool {
+        self.options.share_prefixes && self.device.is_cpu()
     }
 
     fn micro_batch_tokens(&self) -> usize {
@@ -311,8 +327,8 @@ impl Trainer {
         self.options.micro_batch_tokens.min(most)
     }
 
-    /// One optimizer update; `None` if no token of `part` trains. `moved`: not the step's first.
-    fn update(
+    /// What update number `update` takes, checked; `None` if no token of `part` trains. `moved`: not the step's first.
+    fn gradients(
         &self,
         slots: &[Slot],
         part: &[Sample],
@@ -320,33 +336,46 @@ impl Trainer {
         loss: &Loss,
         update: u64,
         moved: bool,
-    ) -> Result<Option<(Vec<Slot>, LossSums, f64)>, TrainError> {
+    ) -> Result<Option<Gradients>, TrainError> {
         let params = values(slots);
         let episodes = batch::episodes(part);
         if loss.needs_current_pass(moved) {
-            let current = self.logprobs(&params, part, terms)?;
+            let current = self.logprobs(&self.trained(&params).params()?, part, terms)?;
             loss.rate_sequences(&episodes, terms, &current);
         }
         loss.aggregate(&episodes, terms);
-        let micro = batch::micro_batches(part, terms, self.micro_batch_tokens());
+        let micro = batch::micro_batches(part, terms, self.micro_batch_tokens(), self.shares_prefixes());
+        let shared = micro.iter().map(|m| m.packed.shared as u64).sum();
         if micro.is_empty() {
             return Ok(None);
         }
-        let result = self.plan().compute(&params, &micro, loss)?;
+        let result = self.plan().compute(self.trained(&params), &micro, loss)?;
         let norm = global_norm(&result.grads)?;
         if !norm.is_finite() {
             return Err(TrainError::NonFinite { what: "gradient norm", got: norm });
         }
         let limit = self.options.max_grad_norm;
         let scale = if limit > 0.0 && norm > limit { limit / norm } else { 1.0 };
+        self.optimizer().check(slots, &result.grads, update, scale)?;
+        Ok(Some(Gradients { grads: result.grads, sums: result.sums, norm, scale, shared }))
+    }
+
+    fn optimizer(&self) -> AdamW {
         let o = &self.options;
-        let opt = AdamW { learning_rate: o.learning_rate, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay };
-        Ok(Some((opt.update(slots, &result.grads, update, scale)?, result.sums, norm)))
+        AdamW { learning_rate: o.learning_rate, betas: o.betas, eps: o.eps, weight_decay: o.weight_decay }
+    }
+
+    fn trained<'a>(&'a self, values: &'a [Tensor]) -> Trained<'a> {
+        match &self.adapters {
+            None => Trained::Full(values),
+            Some(Adapters { layout, base }) => Trained::Adapters { layout, base, values },
+        }
     }
 
     fn plan(&self) -> GradientPlan<'_> {
         let small = self.cfg.parameter_count() <= PARALLEL_BATCH_PARAMETERS;
-        GradientPlan { cfg: &self.cfg, rope: &self.rope, lanes: if small { LANES } else { 1 } }
+        let checkpointing = self.options.gradient_checkpointing;
+        GradientPlan { cfg: &self.cfg, rope: &self.rope, lanes: if small { LANES } else { 1 }, checkpointing }
     }
 }
 
@@ -357,23 +386,4 @@ fn values(slots: &[Slot]) -> Vec<Tensor> {
 #[expect(clippy::cast_precision_loss, reason = "counts are below 2^53")]
 fn to_f64(n: u64) -> f64 {
     n as f64
-}
-
-fn check_options(tc: &TrainerConfig) -> Result<(), TrainError> {
-    let positive = |v: f64| v.is_finite() && v > 0.0;
-    let not_negative = |v: f64| v.is_finite() && v >= 0.0;
-    let unit = |v: f64| (0.0..1.0).contains(&v);
-    let checks: [(&'static str, bool, &'static str, String); 7] = [
-        ("learning_rate", positive(tc.learning_rate), "a finite value above 0", tc.learning_rate.to_string()),
-        ("betas", unit(tc.betas.0) && unit(tc.betas.1), "two values in [0, 1)", format!("{:?}", tc.betas)),
-        ("eps", positive(tc.eps), "a finite value above 0", tc.eps.to_string()),
-        ("weight_decay", not_negative(tc.weight_decay), "a finite value of at least 0", tc.weight_decay.to_string()),
-        ("max_grad_norm", not_negative(tc.max_grad_norm), "a finite value of at least 0", tc.max_grad_norm.to_string()),
-        ("minibatches", tc.minibatches >= 1, "at least 1", tc.minibatches.to_string()),
-        ("threads", (1..=1024).contains(&tc.threads), "1 to 1024", tc.threads.to_string()),
-    ];
-    if let Some((field, _, expected, got)) = checks.into_iter().find(|(_, ok, ..)| !ok) {
-        return Err(TrainError::InvalidOption { field, expected, got });
-    }
-    Ok(tc.algorithm.validate()?)
 }

@@ -58,6 +58,28 @@ fn update_body<const FMA: bool>(s: Scalars, g: &[f32], p: &mut [f32], m: &mut [f
     }
 }
 
+simd_fn! {
+    /// Whether [`update_slice`] would leave finite numbers only.
+    fn stays_finite(s: Scalars, g: &[f32], p: &[f32], m: &[f32], v: &[f32]) -> bool = stays_finite_body
+}
+
+#[inline(always)]
+fn stays_finite_body<const FMA: bool>(s: Scalars, g: &[f32], p: &[f32], m: &[f32], v: &[f32]) -> bool {
+    const CHUNK: usize = 256;
+    let mut buffers = [[0f32; CHUNK]; 3];
+    let chunks = g.chunks(CHUNK).zip(p.chunks(CHUNK)).zip(m.chunks(CHUNK)).zip(v.chunks(CHUNK));
+    chunks.fold(true, |all, (((g, p), m), v)| {
+        let [bp, bm, bv] = &mut buffers;
+        let (bp, bm, bv) = (&mut bp[..p.len()], &mut bm[..p.len()], &mut bv[..p.len()]);
+        bp.copy_from_slice(p);
+        bm.copy_from_slice(m);
+        bv.copy_from_slice(v);
+        update_body::<FMA>(s, g, bp, bm, bv);
+        let finite = |x: &[f32]| x.iter().fold(true, |all, v| all & v.is_finite());
+        all & finite(bp) & finite(bm) & finite(bv)
+    })
+}
+
 impl AdamW {
     #[expect(clippy::cast_possible_truncation, reason = "f32 is the arithmetic's precision")]
     fn scalars(&self, update: u64, grad_scale: f64, decay: bool) -> Scalars {
@@ -77,14 +99,25 @@ impl AdamW {
     /// The state after update number `update` (from 1) with gradients scaled by `grad_scale`.
     ///
     /// Loshchilov and Hutter, arXiv:1711.05101, with bias correction as in `torch.optim.AdamW`; vectors (norms)
-    /// do not decay. Nothing is changed in place.
-    pub(crate) fn update(&self, slots: &[Slot], grads: &[Tensor], update: u64, grad_scale: f64) -> Result<Vec<Slot>> {
-        let results: Vec<Mutex<Option<Result<Slot>>>> = slots.iter().map(|_| Mutex::new(None)).collect();
-        par::for_each(slots.len(), |i| {
-            let (slot, grad) = (&slots[i], &grads[i]);
+    /// do not decay. Tensors are not changed in place, since snapshots share them; but each slot and gradient is dropped
+    /// once its successor is there, so that no second copy of everything lives for those who hold none.
+    ///
+    /// # Errors
+    /// The device's. On the CPU there is none behind [`AdamW::check`].
+    pub(crate) fn update(
+        &self,
+        slots: Vec<Slot>,
+        grads: Vec<Tensor>,
+        update: u64,
+        grad_scale: f64,
+    ) -> Result<Vec<Slot>> {
+        let inputs: Vec<_> = slots.into_iter().zip(grads).map(|pair| Mutex::new(Some(pair))).collect();
+        let results: Vec<Mutex<Option<Result<Slot>>>> = inputs.iter().map(|_| Mutex::new(None)).collect();
+        par::for_each(inputs.len(), |i| {
+            let Some((slot, grad)) = inputs[i].lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
             let s = self.scalars(update, grad_scale, slot.value.rank() > 1);
             let result =
-                if slot.value.device().is_cpu() { update_cpu(s, slot, grad) } else { update_device(s, slot, grad) };
+                if slot.value.device().is_cpu() { update_cpu(s, slot, &grad) } else { update_device(s, &slot, &grad) };
             *results[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
         });
         results
@@ -95,6 +128,42 @@ impl AdamW {
             })
             .collect()
     }
+
+    /// Refuses an update that would overflow. CPU tensors only; others are not looked at.
+    ///
+    /// # Errors
+    /// As said.
+    pub(crate) fn check(&self, slots: &[Slot], grads: &[Tensor], update: u64, grad_scale: f64) -> Result<()> {
+        let finite = std::sync::atomic::AtomicBool::new(true);
+        let results: Vec<Mutex<Result<()>>> = slots.iter().map(|_| Mutex::new(Ok(()))).collect();
+        par::for_each(slots.len(), |i| {
+            let (slot, s) = (&slots[i], self.scalars(update, grad_scale, slots[i].value.rank() > 1));
+            if !slot.value.device().is_cpu() {
+                return;
+            }
+            let read = |t: &Tensor, f: &mut dyn FnMut(&[f32]) -> Result<()>| with_f32(t, "adamw", f);
+            let result = read(&grads[i], &mut |g| {
+                read(&slot.value, &mut |p| {
+                    read(&slot.m, &mut |m| {
+                        read(&slot.v, &mut |v| {
+                            if !stays_finite(s, g, p, m, v) {
+                                finite.store(false, std::sync::atomic::Ordering::Relaxed);
+                            }
+                            Ok(())
+                        })
+                    })
+                })
+            });
+            *results[i].lock().unwrap_or_else(PoisonError::into_inner) = result;
+        });
+        for result in results {
+            result.into_inner().unwrap_or_else(PoisonError::into_inner)?;
+        }
+        if !finite.into_inner() {
+            candle_core::bail!("AdamW's update overflowed: expected finite weights and moments");
+        }
+        Ok(())
+    }
 }
 
 /// Update counts are exact in f64 up to 2^53.
@@ -103,19 +172,15 @@ fn u64_to_f64(n: u64) -> f64 {
     n as f64
 }
 
-fn update_cpu(s: Scalars, slot: &Slot, grad: &Tensor) -> Result<Slot> {
-    let copy = |t: &Tensor| with_f32(t, "adamw", |x| Ok(x.to_vec()));
-    let (mut p, mut m, mut v) = (copy(&slot.value)?, copy(&slot.m)?, copy(&slot.v)?);
+fn update_cpu(s: Scalars, slot: Slot, grad: &Tensor) -> Result<Slot> {
+    let copy = |t: Tensor| with_f32(&t, "adamw", |x| Ok(x.to_vec()));
+    let dims = slot.value.dims().to_vec();
+    let (mut p, mut m, mut v) = (copy(slot.value)?, copy(slot.m)?, copy(slot.v)?);
     with_f32(grad, "adamw", |g| {
         update_slice(s, g, &mut p, &mut m, &mut v);
         Ok(())
     })?;
-    let finite = |x: &[f32]| x.iter().fold(true, |all, v| all & v.is_finite());
-    if !(finite(&p) && finite(&m) && finite(&v)) {
-        candle_core::bail!("AdamW's update overflowed: expected finite weights and moments");
-    }
-    let dims = slot.value.dims();
-    let tensor = |data| Tensor::from_vec(data, dims, &Device::Cpu);
+    let tensor = |data| Tensor::from_vec(data, dims.as_slice(), &Device::Cpu);
     Ok(Slot { value: tensor(p)?, m: tensor(m)?, v: tensor(v)? })
 }
 
@@ -140,10 +205,10 @@ mod tests {
         let t = |x: [f32; 2]| Tensor::from_vec(x.to_vec(), (1, 2), &Device::Cpu).unwrap();
         let opt = AdamW { learning_rate: 0.1, betas: (0.9, 0.99), eps: 1e-8, weight_decay: 0.5 };
         let start = Slot { value: t([1.0, -2.0]), m: t([0.0; 2]), v: t([0.0; 2]) };
-        let one = opt.update(std::slice::from_ref(&start), &[t([0.5, 0.1])], 1, 1.0).unwrap();
+        let one = opt.update(vec![start], vec![t([0.5, 0.1])], 1, 1.0).unwrap();
         let got = one[0].value.flatten_all().unwrap().to_vec1::<f32>().unwrap();
         assert!((got[0] - 0.85).abs() < 1e-6 && (got[1] + 2.0).abs() < 1e-6, "{got:?}");
-        let two = opt.update(&one, &[t([-0.5, 0.6])], 2, 0.5).unwrap();
+        let two = opt.update(one.clone(), vec![t([-0.5, 0.6])], 2, 0.5).unwrap();
         let got = two[0].value.flatten_all().unwrap().to_vec1::<f32>().unwrap();
         for (i, (g1, g2)) in [(0.5f64, -0.25f64), (0.1, 0.3)].into_iter().enumerate() {
             let m = 0.9 * 0.1 * g1 + 0.1 * g2;
@@ -159,11 +224,22 @@ mod tests {
     }
 
     #[test]
+    fn an_update_that_overflows_is_refused_before_anything_moves() {
+        let t = |x: f32| Tensor::from_vec(vec![1.0, x], (1, 2), &Device::Cpu).unwrap();
+        let opt = AdamW { learning_rate: 0.1, betas: (0.9, 0.99), eps: 1e-8, weight_decay: 0.0 };
+        let slots = [Slot { value: t(1.0), m: t(0.0), v: t(0.0) }, Slot { value: t(1.0), m: t(0.0), v: t(0.0) }];
+        opt.check(&slots, &[t(1.0), t(1e18)], 1, 1.0).unwrap();
+        let err = opt.check(&slots, &[t(1.0), t(1e30)], 1, 1.0).unwrap_err().to_string();
+        assert!(err.contains("overflowed"), "{err}");
+        opt.check(&slots, &[t(1.0), t(1e30)], 1, 1e-20).unwrap();
+    }
+
+    #[test]
     fn vectors_do_not_decay() {
         let t = |x: f32| Tensor::from_vec(vec![x; 2], 2, &Device::Cpu).unwrap();
         let opt = AdamW { learning_rate: 0.1, betas: (0.9, 0.99), eps: 1e-8, weight_decay: 0.5 };
         let slot = Slot { value: t(1.0), m: t(0.0), v: t(0.0) };
-        let out = opt.update(&[slot], &[t(0.0)], 1, 1.0).unwrap();
+        let out = opt.update(vec![slot], vec![t(0.0)], 1, 1.0).unwrap();
         assert_eq!(out[0].value.to_vec1::<f32>().unwrap(), [1.0, 1.0]);
     }
 }
