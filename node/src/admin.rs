@@ -235,7 +235,10 @@ async fn submit(State(node): State<Node>, Json(s): Json<Submission>) -> Answer<S
     if core.models().get(model).is_none() {
         let files = match &s.model.path {
             Some(path) => {
-                crate::commands::checkpoint::read_folder(path).map_err(|e| AdminError::bad(format!("{e:#}")))?
+                let path = path.clone();
+                // Seconds for a large model: not on the threads that carry heartbeats.
+                let read = tokio::task::spawn_blocking(move || crate::commands::checkpoint::read_model(&path)).await;
+                read.map_err(AdminError::failed)?.map_err(|e| AdminError::bad(format!("model.path: {e:#}")))?
             }
             None => crate::embedded::files(),
         };

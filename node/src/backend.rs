@@ -4,7 +4,7 @@ use async_trait::async_trait;
 use futures::stream;
 use starling_core::NodeCore;
 use starling_core::client::{self, Client, Generation, GenerationError, GenerationEvent};
-use starling_gateway::text::{ChatFormat, ModelFiles};
+use starling_gateway::text::ChatFormat;
 use starling_gateway::{
     AnswerEvent, Backend, BackendError, ClaimError, ClaimRequest, GenerateStream, ModelInfo, SealError,
 };
@@ -45,15 +45,7 @@ impl NodeBackend {
             return Err(BackendError::NoModel(model.clone()));
         }
         let files = crate::model_files::fetch(self.core(), model).await.map_err(BackendError::Unavailable)?;
-        let file = |name: &str| files.get(name).map(Vec::as_slice);
-        ChatFormat::new(&ModelFiles {
-            tokenizer: file("tokenizer.json").unwrap_or_default(),
-            tokenizer_config: file("tokenizer_config.json"),
-            chat_template: file("chat_template.jinja"),
-            config: file("config.json").unwrap_or_default(),
-            generation_config: file("generation_config.json"),
-        })
-        .map_err(|e| BackendError::Failed(e.to_string()))
+        crate::commands::checkpoint::chat_format(&files).map_err(|e| BackendError::Failed(e.to_string()))
     }
 }
 

@@ -99,6 +99,10 @@ pub struct RunArgs {
     /// Client role: only tasks of these models; default: every model with a running job.
     #[arg(long, value_delimiter = ',')]
     pub models: Vec<String>,
+    /// Server role: a model to bring to the mesh unless it has it: a Hugging Face folder or a .gguf file, its name before a
+    /// `=`, else the folder's or file's. May be given several times.
+    #[arg(long, value_name = "[NAME=]PATH")]
+    pub model: Vec<String>,
     /// Threads of generation and training. Default: the number of cores.
     #[arg(long)]
     pub threads: Option<usize>,

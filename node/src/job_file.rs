@@ -74,7 +74,7 @@ pub struct JobFile {
 pub struct ModelSource {
     /// Its name in the mesh.
     pub name: ModelName,
-    /// A Hugging Face folder on the submitting machine. Left out: the model exists in the mesh already, or is
+    /// A Hugging Face folder or a GGUF file on the submitting machine. Left out: the model exists in the mesh already, or is
     /// made from the one that the binary carries.
     pub path: Option<PathBuf>,
 }
@@ -346,8 +346,8 @@ impl JobFile {
         let mut model = self.model;
         if let Some(path) = &mut model.path {
             *path = base.join(&*path).canonicalize().with_context(|| format!("model.path {}", path.display()))?;
-            if !path.join("config.json").is_file() {
-                bail!("model.path {}: expected a Hugging Face folder with config.json", path.display());
+            if !path.is_file() && !path.join("config.json").is_file() {
+                bail!("model.path {}: expected a Hugging Face folder with config.json, or a GGUF file", path.display());
             }
         }
         Ok(Submission { model, spec, files })

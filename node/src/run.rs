@@ -3,6 +3,7 @@
 use crate::BadInput;
 use crate::admin;
 use crate::backend::NodeBackend;
+use crate::commands::checkpoint::{self, read_model};
 use crate::data_dir::{DataDir, MeshFile, Running};
 use crate::host::GatewayHost;
 use crate::listening;
@@ -23,8 +24,9 @@ use starling_engine::{Device, InferenceOptions};
 use starling_gateway::{Gateway, GatewayConfig};
 use starling_mesh::{Mesh, MeshConfig};
 use starling_protocol::record::{Intake, NodeRecord, Role};
-use starling_protocol::{Hash, NodeId, StoreId, Timestamp};
+use starling_protocol::{Hash, ModelName, NodeId, StoreId, Timestamp};
 use starling_storage::{RocksOptions, RocksStore, SharedStore};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::net::TcpListener;
@@ -147,7 +149,14 @@ pub async fn run(data: DataDir, settings: RunSettings, ticket: Option<Ticket>) -
         tokio::spawn(async move { runner.run(host, async move { stop.cancelled().await }).await })
     });
 
-    wait_for_signal().await?;
+    let bringing = async {
+        bring(&core, &settings.bring).await?;
+        std::future::pending().await
+    };
+    let outcome = tokio::select! {
+        signal = wait_for_signal() => signal,
+        failed = bringing => failed,
+    };
     tracing::info!("ending");
     shutdown.cancel();
     if let Some(agents) = agents {
@@ -157,6 +166,23 @@ pub async fn run(data: DataDir, settings: RunSettings, ticket: Option<Ticket>) -
     core.groups().stop().await;
     mesh.shutdown().await;
     data.clear_running();
+    outcome
+}
+
+/// Creates the models of `--model` that neither this node's store nor the mesh has.
+async fn bring(core: &Arc<NodeCore>, models: &[(ModelName, PathBuf)]) -> anyhow::Result<()> {
+    for (model, path) in models {
+        let from = path.clone();
+        let files = tokio::task::spawn_blocking(move || read_model(&from)).await?;
+        let files = files.context("--model").map_err(BadInput::wrap)?;
+        // Asked after the reading, which gives gossip a moment to tell of the mesh's models.
+        if core.models().get(model).is_some() || core.groups().state(model).is_some() {
+            tracing::info!(%model, "the mesh has this model already");
+            continue;
+        }
+        checkpoint::create(core, model, files).await.map_err(|e| anyhow!("--model {}: {e}", path.display()))?;
+        tracing::info!(%model, path = %path.display(), "the model is on the mesh");
+    }
     Ok(())
 }
 

@@ -8,7 +8,7 @@ use starling_agents::{AgentMode, RunnerConfig};
 use starling_protocol::ModelName;
 use starling_protocol::record::Role;
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// A store with 64 MiB of log and blob files of 64 MiB needs some room to collect garbage in.
@@ -39,6 +39,8 @@ pub struct RunSettings {
     pub slots: usize,
     /// Empty for all.
     pub models: Vec<ModelName>,
+    /// To bring to the mesh: name and folder or file.
+    pub bring: Vec<(ModelName, PathBuf)>,
     /// Compute threads.
     pub threads: usize,
     /// Look on the local network.
@@ -91,6 +93,9 @@ impl RunSettings {
         if args.agent.is_some() && !is_client {
             bail!("--agent: only with the client role, add --role client");
         }
+        if !args.model.is_empty() && !roles.contains(&Role::Server) {
+            bail!("--model: only with the server role, add --role server");
+        }
         let agent = args.agent.as_deref().map(|c| runner(args, c, data)).transpose()?;
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         Ok(Self {
@@ -102,6 +107,7 @@ impl RunSettings {
             agent_name: args.agent.clone().unwrap_or_default(),
             slots: args.slots,
             models: args.models.iter().map(|m| m.parse()).collect::<Result<_, _>>().context("--models")?,
+            bring: args.model.iter().map(|m| model_source(m)).collect::<anyhow::Result<_>>()?,
             threads: args.threads.unwrap_or(cores).clamp(1, 256),
             mdns: args.mdns,
             store_quota_bytes,
@@ -140,6 +146,23 @@ fn generation_after(text: &str) -> anyhow::Result<Option<Duration>> {
         bail!("expected at least 1m, or never, got {text}");
     }
     Ok(Some(after))
+}
+
+/// `[NAME=]PATH` of `--model`; the path has to be there.
+fn model_source(text: &str) -> anyhow::Result<(ModelName, PathBuf)> {
+    let (name, path) = match text.split_once('=') {
+        Some((name, path)) => (Some(name.to_owned()), Path::new(path)),
+        None => (None, Path::new(text)),
+    };
+    let found = path.canonicalize().with_context(|| format!("--model {text}"))?;
+    let of_path = || {
+        let stem = if found.is_file() { found.file_stem() } else { found.file_name() };
+        stem.unwrap_or_default().to_string_lossy().into_owned()
+    };
+    let name = name.unwrap_or_else(of_path);
+    let name =
+        name.parse().with_context(|| format!("--model {text}: put a name before the path, NAME={}", path.display()))?;
+    Ok((name, found))
 }
 
 fn runner(args: &RunArgs, command: &str, data: &Path) -> anyhow::Result<RunnerConfig> {

@@ -28,6 +28,11 @@ pub enum Role {
     Server,
     /// `--role witness`.
     Witness,
+    /// The same with `--model`.
+    ServerWith {
+        /// `[NAME=]PATH`.
+        model: String,
+    },
     /// `--role client` with a program.
     Client {
         /// The program with its arguments.
@@ -52,6 +57,7 @@ impl Role {
         match self {
             Self::Server => vec!["--role".into(), "server".into()],
             Self::Witness => vec!["--role".into(), "witness".into()],
+            Self::ServerWith { model } => ["--role", "server", "--model", model].map(str::to_owned).to_vec(),
             Self::Client { agent, worker, slots } => {
                 let mode = if *worker { "worker" } else { "per-episode" };
                 ["--role", "client", "--agent-mode", mode, "--slots", &slots.to_string(), "--agent", agent]

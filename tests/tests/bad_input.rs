@@ -31,7 +31,7 @@ async fn the_command_line_refuses_and_names_what_is_wrong() -> anyhow::Result<()
     let good = a_ticket(&["/ip4/127.0.0.1/tcp/1"])?;
     let cut = &good[..good.len() - 8];
     let typo = format!("{}{}{}", &good[..30], if &good[30..31] == "a" { "b" } else { "a" }, &good[31..]);
-    let cases: [(&[&str], &[&str]); 17] = [
+    let cases: [(&[&str], &[&str]); 20] = [
         (&["join", "hello"], &["ticket", "start with `starling1`", "hello"]),
         (&["join", "starling1ab1c"], &["ticket", "character 12", "'1'"]),
         (&["join", cut], &["ticket", "cut off"]),
@@ -47,6 +47,9 @@ async fn the_command_line_refuses_and_names_what_is_wrong() -> anyhow::Result<()
         (&["node", "run", "--agent", "./agent"], &["--agent", "--role client"]),
         (&["join", &good, "--role", "client", "--agent", ""], &["--agent"]),
         (&["node", "run", "--models", "a b"], &["--models", "a b"]),
+        (&["node", "run", "--model", "nowhere.gguf"], &["--model nowhere.gguf"]),
+        (&["node", "run", "--model", "a b=/"], &["--model a b=/", "NAME="]),
+        (&["node", "run", "--role", "witness", "--model", "/"], &["--model", "--role server"]),
         (&["node", "dance"], &["dance"]),
         (&["demo", "--steps", "1", "--report", &data], &["--steps", "at least 2"]),
     ];
@@ -155,6 +158,63 @@ async fn lone_server(name: &str) -> anyhow::Result<TestMesh> {
     })
     .await?;
     Ok(mesh)
+}
+
+#[tokio::test]
+async fn a_model_that_cannot_be_used_is_refused_before_it_is_on_the_mesh() -> anyhow::Result<()> {
+    let mesh = lone_server("bad-models").await?;
+    let root = mesh.root();
+    let broken = |name: &str, file: &str, content: &[u8]| -> anyhow::Result<std::path::PathBuf> {
+        let folder = root.join(name);
+        std::fs::create_dir(&folder)?;
+        for entry in std::fs::read_dir(root.join("good"))? {
+            let entry = entry?;
+            std::fs::copy(entry.path(), folder.join(entry.file_name()))?;
+        }
+        std::fs::write(folder.join(file), content)?;
+        Ok(folder)
+    };
+    let good = root.join("good").display().to_string();
+    mesh[0].cli_json(&["checkpoint", "export", MODEL, "--out", &good]).await?;
+    let cut = root.join("cut.gguf");
+    std::fs::write(&cut, b"GGUF\x03\0\0\0\x01")?;
+    let text = root.join("text.gguf");
+    std::fs::write(&text, b"# not a model")?;
+    let cases = [
+        (broken("template", "chat_template.jinja", b"{% for m in messages %}")?, vec!["chat template: syntax error"]),
+        (broken("tokenizer", "tokenizer.json", b"{}")?, vec!["tokenizer.json"]),
+        (broken("weights", "model.safetensors", b"short")?, vec!["model.safetensors"]),
+        (broken("config", "config.json", b"{\"model_type\": \"mamba\"}")?, vec!["model_type", "mamba"]),
+        (cut, vec!["cut.gguf"]),
+        (text, vec!["text.gguf"]),
+    ];
+    let mut wrong = String::new();
+    for (i, (path, mut words)) in cases.into_iter().enumerate() {
+        let path = path.display().to_string();
+        words.push(&path);
+        // The node tells it and ends; it has no model of that name then.
+        let data = root.join(format!("node-{i}")).display().to_string();
+        let model = format!("theirs={path}");
+        let output = starling(&["--data", &data, "node", "run", "--http", "127.0.0.1:0", "--model", &model]).await?;
+        if let Err(e) = output.ensure_refused(&words) {
+            writeln!(wrong, "--model {path}: {e:#}")?;
+        }
+        let job = Job::tiny("theirs", 1)
+            .toml()
+            .replace(&format!("name = {MODEL:?}"), &format!("name = \"theirs\"\npath = {path:?}"));
+        let file = root.join(format!("job-{i}.toml"));
+        std::fs::write(&file, job)?;
+        let output = mesh[0].cli(&["job", "submit", &file.display().to_string()]).await?;
+        words.push("model.path");
+        if let Err(e) = output.ensure_refused(&words) {
+            writeln!(wrong, "model.path {path}: {e:#}")?;
+        }
+    }
+    ensure!(wrong.is_empty(), "{wrong}");
+    let status = mesh[0].admin("/status").await?;
+    ensure!(!status["models"].to_string().contains("theirs"), "{status}");
+    mesh.passed();
+    Ok(())
 }
 
 /// Checks OpenAI's error object.

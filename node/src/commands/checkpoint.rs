@@ -7,24 +7,42 @@ use anyhow::{Context, bail};
 use serde_json::Value;
 use starling_core::NodeCore;
 use starling_engine::{Checkpoint, Device, LlamaConfig, SaveDtype, Weights, lora};
+use starling_gateway::text::{ChatFormat, FormatError, ModelFiles};
 use starling_protocol::{ModelName, PolicyVersion, Term};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A model folder's weights as f32 safetensors and its other files, by name.
+/// The weights as f32 safetensors and the other files, by name, of a Hugging Face folder or a GGUF file.
 ///
 /// # Errors
-/// Names the file, config key or tensor at fault.
-pub fn read_folder(path: &Path) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
+/// Names the file, config key or tensor at fault; a tokenizer or chat template that does not work is one too.
+pub fn read_model(path: &Path) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
     let checkpoint = Checkpoint::load(path, &Device::Cpu).with_context(|| path.display().to_string())?;
     let mut files = checkpoint.files;
     files.insert("config.json".into(), checkpoint.config.to_json().into_bytes());
     files.insert("model.safetensors".into(), checkpoint.weights.to_safetensors()?);
     if !files.contains_key("tokenizer.json") {
-        bail!("{}: expected a tokenizer.json in it", path.display());
+        bail!("{}: expected a tokenizer.json in it, or a tokenizer in a GGUF", path.display());
     }
+    // A model that cannot be talked to is refused now, not at its first request.
+    chat_format(&files).with_context(|| path.display().to_string())?;
     Ok(files)
+}
+
+/// The chat format that a model's files make.
+///
+/// # Errors
+/// [`FormatError`] naming the file.
+pub fn chat_format(files: &BTreeMap<String, Vec<u8>>) -> Result<ChatFormat, FormatError> {
+    let file = |name: &str| files.get(name).map(Vec::as_slice);
+    ChatFormat::new(&ModelFiles {
+        tokenizer: file("tokenizer.json").unwrap_or_default(),
+        tokenizer_config: file("tokenizer_config.json"),
+        chat_template: file("chat_template.jinja"),
+        config: file("config.json").unwrap_or_default(),
+        generation_config: file("generation_config.json"),
+    })
 }
 
 /// Creates `model` on the mesh from the files of a folder.

@@ -1,7 +1,9 @@
 //! The command line's side of the admin routes.
 
+use crate::BadInput;
 use crate::data_dir::DataDir;
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow};
+use reqwest::StatusCode;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::time::Duration;
@@ -39,7 +41,7 @@ impl AdminClient {
     /// GET.
     ///
     /// # Errors
-    /// The node's own words, or why it cannot be reached.
+    /// The node's own words, as [`BadInput`] where it calls the request bad, or why it cannot be reached.
     pub async fn get<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<T> {
         self.send(self.http.get(format!("{}{path}", self.base))).await
     }
@@ -47,7 +49,7 @@ impl AdminClient {
     /// POST.
     ///
     /// # Errors
-    /// The node's own words, or why it cannot be reached.
+    /// The node's own words, as [`BadInput`] where it calls the request bad, or why it cannot be reached.
     pub async fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> anyhow::Result<T> {
         self.send(self.http.post(format!("{}{path}", self.base)).json(body)).await
     }
@@ -63,7 +65,9 @@ impl AdminClient {
         if !status.is_success() {
             let said: serde_json::Value = serde_json::from_slice(&body).unwrap_or_default();
             let text = said["error"]["message"].as_str().map(str::to_owned);
-            bail!("{}", text.unwrap_or_else(|| format!("the node answered {status}")));
+            let said = anyhow!(text.unwrap_or_else(|| format!("the node answered {status}")));
+            // What the node finds wrong with the request is the caller's to mend, as if it had been found here.
+            return Err(if status == StatusCode::BAD_REQUEST { BadInput::wrap(said) } else { said });
         }
         serde_json::from_slice(&body).context("the node's answer is not what this version expects")
     }
