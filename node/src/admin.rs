@@ -119,6 +119,9 @@ async fn status(State(node): State<Node>) -> Json<Value> {
         if s.running > 0 {
             waits.push(format!("agents run {} episodes", s.running));
         }
+        if s.ending > 0 {
+            waits.push(format!("the ends of {} episodes are not accepted yet", s.ending));
+        }
         json!({
             "running": s.running, "started": s.started, "ended": s.ended, "ending": s.ending, "aborted": s.aborted,
             "worker_restarts": s.worker_restarts, "wait": s.wait, "last_failure": s.last_failure,

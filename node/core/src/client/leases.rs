@@ -4,7 +4,7 @@ use crate::leader::Clock;
 use crate::watch::{self, lock};
 use starling_protocol::assignment::{Assignment, HeldLease};
 use starling_protocol::{EpisodeId, Timestamp};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -14,6 +14,8 @@ const RENEWALS_PER_LEASE: u32 = 3;
 const RENEW_EVERY_MIN: Duration = Duration::from_millis(200);
 /// Between two renewals at most, however long the leases are: a claim also brings what was revoked.
 const RENEW_EVERY_MAX: Duration = Duration::from_secs(5);
+/// Episodes that are remembered as ended here: whoever ran them hears of it within a claim.
+const CLOSED_MAX: usize = 256;
 /// Lengths after which a lease that was neither renewed nor ended is forgotten.
 const FORGOTTEN_AFTER: u32 = 10;
 
@@ -41,6 +43,8 @@ impl Lease {
 #[derive(Debug)]
 pub(super) struct Leases {
     held: Mutex<BTreeMap<EpisodeId, Lease>>,
+    /// Episodes that were ended or given back here, oldest first: no longer leased, and not revoked.
+    closed: Mutex<VecDeque<EpisodeId>>,
     /// Grows with every change: the next renewal may be due earlier.
     changed: watch::Sender<u64>,
 }
@@ -48,7 +52,7 @@ pub(super) struct Leases {
 impl Default for Leases {
     fn default() -> Self {
         let (changed, _) = watch::channel(0);
-        Self { held: Mutex::default(), changed }
+        Self { held: Mutex::default(), closed: Mutex::default(), changed }
     }
 }
 
@@ -91,8 +95,20 @@ impl Leases {
         lock(&self.held).get(&episode).is_some_and(|l| now.since(l.renewed) < l.length())
     }
 
+    /// The episode was ended here, or given back.
     pub(super) fn forget(&self, episode: EpisodeId) {
         lock(&self.held).remove(&episode);
+        let mut closed = lock(&self.closed);
+        closed.push_back(episode);
+        if closed.len() > CLOSED_MAX {
+            closed.pop_front();
+        }
+    }
+
+    /// Those of `running` whose lease was lost, whoever was told of it first.
+    pub(super) fn lost(&self, running: &[EpisodeId]) -> Vec<EpisodeId> {
+        let (held, closed) = (lock(&self.held), lock(&self.closed));
+        running.iter().filter(|id| !held.contains_key(id) && !closed.contains(id)).copied().collect()
     }
 
     /// See [`super::Client::renewal_due`].

@@ -181,7 +181,9 @@ impl Client {
                 by_model.entry(a.model).or_default();
             }
         }
-        let mut out = Claimed { renewed: true, assignments: taken, ..Claimed::default() };
+        // Several may claim here, and one of them was told of a loss: who runs the episode must hear of it too.
+        let revoked = inner.leases.lost(running);
+        let mut out = Claimed { renewed: true, assignments: taken, revoked, ..Claimed::default() };
         if by_model.is_empty() && want > 0 {
             out.wait = Some(self.why_no_model(models));
             return out;

@@ -205,3 +205,22 @@ async fn an_ended_episode_that_nobody_takes_is_told_while_it_lasts() {
     drop(sealing);
     assert!(world.client.waits().is_empty(), "{:?}", world.client.waits());
 }
+
+#[tokio::test(start_paused = true)]
+async fn everyone_who_claims_for_an_episode_hears_that_its_lease_was_lost() {
+    let world = World::start().await;
+    submit(&world, 1000).await;
+    let held = claim(&world, 2).await;
+    sleep(Duration::from_secs(3)).await; // nobody renews them
+    for asked in ["the node, which looks after its gateway's episodes", "the runner of the agents"] {
+        let claimed = world.as_client(world.client.claim(&[], 0, &held)).await;
+        let lost: std::collections::BTreeSet<_> = claimed.revoked.iter().collect();
+        assert_eq!(lost, held.iter().collect(), "{asked}");
+        assert_eq!(claimed.revoked.len(), held.len(), "{asked}");
+    }
+    // What was given back here is no loss.
+    let next = claim(&world, 1).await;
+    let assignment = world.client.lease(next[0]).unwrap().assignment;
+    world.as_client(world.client.abort(&assignment, "enough".into())).await;
+    assert!(world.as_client(world.client.claim(&[], 0, &next)).await.revoked.is_empty());
+}
