@@ -103,6 +103,10 @@ pub struct RunArgs {
     /// `=`, else the folder's or file's. May be given several times.
     #[arg(long, value_name = "[NAME=]PATH")]
     pub model: Vec<String>,
+    /// How generation holds weights: f32 as they are trained, or q8_0, which takes a quarter of the memory and of the time to
+    /// read it, and samples from slightly other weights than those that are trained.
+    #[arg(long, default_value = "f32", value_name = "FORMAT")]
+    pub weight_format: String,
     /// Threads of generation and training. Default: the number of cores.
     #[arg(long)]
     pub threads: Option<usize>,
@@ -302,6 +306,19 @@ pub struct BenchArgs {
     /// The program that `weights` measures beside us. Default: where `make bench` builds it, if it did.
     #[arg(long, env = "STARLING_PEER_IROH_BLOBS", value_name = "FILE")]
     pub iroh_blobs: Option<PathBuf>,
+    /// Of `generate`: a Hugging Face folder or a .gguf file.
+    #[arg(long, value_name = "PATH")]
+    pub model: Option<PathBuf>,
+    /// Of `generate`: threads of the engine. Default: the number of cores.
+    #[arg(long)]
+    pub threads: Option<usize>,
+    /// Of `generate`: how the engine holds weights, f32 or q8_0.
+    #[arg(long, default_value = "f32", value_name = "FORMAT")]
+    pub weight_format: String,
+    /// Of `generate`: the command that runs llama.cpp on the same weights, "python3 tests/peers/llama-cpp/serve.py MODEL.gguf
+    /// THREADS". Default: ours stands alone.
+    #[arg(long, env = "STARLING_PEER_LLAMA_CPP", value_name = "COMMAND")]
+    pub llama_cpp: Option<String>,
 }
 
 /// Benchmarks.
@@ -317,6 +334,8 @@ pub enum BenchName {
     Replicate,
     /// Generated tokens per second.
     Generation,
+    /// Generation with the model of `--model`, beside llama.cpp.
+    Generate,
     /// Trained tokens per second.
     Training,
     /// Weights from one, two and four holders.

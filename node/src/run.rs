@@ -268,6 +268,7 @@ fn core_config(settings: &RunSettings, mesh: &Mesh) -> CoreConfig {
                 max_batch_tokens: 8192,
                 threads: settings.threads,
                 nice: COMPUTE_NICE,
+                weight_format: settings.weight_format,
             },
             trainer: TrainerOptions { threads: settings.threads, nice: COMPUTE_NICE, micro_batch_tokens: 8192 },
             memory_free_bytes: Some(system.available_memory()),

@@ -5,6 +5,7 @@ use crate::units::{parse_bytes, parse_time};
 use anyhow::{Context, anyhow, bail};
 use libp2p::Multiaddr;
 use starling_agents::{AgentMode, RunnerConfig};
+use starling_engine::WeightFormat;
 use starling_protocol::ModelName;
 use starling_protocol::record::Role;
 use std::net::SocketAddr;
@@ -43,6 +44,8 @@ pub struct RunSettings {
     pub bring: Vec<(ModelName, PathBuf)>,
     /// Compute threads.
     pub threads: usize,
+    /// Of generation.
+    pub weight_format: WeightFormat,
     /// Look on the local network.
     pub mdns: bool,
     /// Most bytes of the store.
@@ -108,6 +111,7 @@ impl RunSettings {
             slots: args.slots,
             models: args.models.iter().map(|m| m.parse()).collect::<Result<_, _>>().context("--models")?,
             bring: args.model.iter().map(|m| model_source(m)).collect::<anyhow::Result<_>>()?,
+            weight_format: args.weight_format.parse().context("--weight-format")?,
             threads: args.threads.unwrap_or(cores).clamp(1, 256),
             mdns: args.mdns,
             store_quota_bytes,

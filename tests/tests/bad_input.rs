@@ -31,7 +31,7 @@ async fn the_command_line_refuses_and_names_what_is_wrong() -> anyhow::Result<()
     let good = a_ticket(&["/ip4/127.0.0.1/tcp/1"])?;
     let cut = &good[..good.len() - 8];
     let typo = format!("{}{}{}", &good[..30], if &good[30..31] == "a" { "b" } else { "a" }, &good[31..]);
-    let cases: [(&[&str], &[&str]); 20] = [
+    let cases: [(&[&str], &[&str]); 22] = [
         (&["join", "hello"], &["ticket", "start with `starling1`", "hello"]),
         (&["join", "starling1ab1c"], &["ticket", "character 12", "'1'"]),
         (&["join", cut], &["ticket", "cut off"]),
@@ -50,6 +50,8 @@ async fn the_command_line_refuses_and_names_what_is_wrong() -> anyhow::Result<()
         (&["node", "run", "--model", "nowhere.gguf"], &["--model nowhere.gguf"]),
         (&["node", "run", "--model", "a b=/"], &["--model a b=/", "NAME="]),
         (&["node", "run", "--role", "witness", "--model", "/"], &["--model", "--role server"]),
+        (&["node", "run", "--weight-format", "q4"], &["--weight-format", "f32 or q8_0", "q4"]),
+        (&["bench", "generate"], &["--model PATH"]),
         (&["node", "dance"], &["dance"]),
         (&["demo", "--steps", "1", "--report", &data], &["--steps", "at least 2"]),
     ];

@@ -31,6 +31,7 @@ pub use config::{Architecture, Llama3Scaling, LlamaConfig};
 pub use error::{CheckpointError, EngineError, TrainError};
 pub use infer::{
     FinishReason, GenerateRequest, InferenceEngine, InferenceOptions, InferenceStats, SampledToken, TokenSink,
+    WeightFormat,
 };
 pub use sampling::SamplingParams;
 pub use score::sequence_logprobs;

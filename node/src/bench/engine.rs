@@ -30,7 +30,13 @@ pub(super) fn generation(runs: usize) -> anyhow::Result<Vec<Row>> {
     let flop = generation_flop(&cfg);
     let mut rows = Vec::new();
     for (batch, requests) in GENERATIONS {
-        let options = InferenceOptions { max_batch: batch, max_batch_tokens: 8192, threads: cores(), nice: 0 };
+        let options = InferenceOptions {
+            max_batch: batch,
+            max_batch_tokens: 8192,
+            threads: cores(),
+            nice: 0,
+            ..InferenceOptions::default()
+        };
         let ours = || -> anyhow::Result<f64> {
             let prompt = PROMPT as usize;
             Ok(generation_tokens_per_s(&cfg, &weights, &Device::Cpu, &options, requests, prompt, NEW)?)

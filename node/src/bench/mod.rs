@@ -7,8 +7,10 @@ mod episodes;
 mod etcd;
 mod failover;
 mod gateway;
+mod generate;
 mod http;
 mod iroh;
+mod llama;
 mod load;
 mod machine;
 mod replicate;
@@ -25,6 +27,7 @@ use report::{Report, Row};
 /// Most runs of a measurement: 50 of the slowest one take five minutes.
 const RUNS_MAX: usize = 50;
 
+/// What `all` runs. `generate` needs a model, which this program does not carry.
 const ALL: [BenchName; 8] = [
     BenchName::Episodes,
     BenchName::Gateway,
@@ -72,6 +75,7 @@ fn text_of(name: BenchName) -> &'static str {
         BenchName::Calls => "calls",
         BenchName::Replicate => "replicate",
         BenchName::Generation => "generation",
+        BenchName::Generate => "generate",
         BenchName::Training => "training",
         BenchName::Weights => "weights",
         BenchName::Failover => "failover",
@@ -89,6 +93,7 @@ async fn measure(name: BenchName, args: &BenchArgs) -> anyhow::Result<Vec<Row>> 
         BenchName::Weights => weights::measure(runs, args.iroh_blobs.as_deref()).await,
         BenchName::Failover => failover::measure(runs).await,
         BenchName::Generation => tokio::task::block_in_place(|| engine::generation(runs)),
+        BenchName::Generate => tokio::task::block_in_place(|| generate::measure(args)),
         BenchName::Training => tokio::task::block_in_place(|| engine::training(runs)),
         BenchName::All => Ok(Vec::new()), // taken apart by the caller
     }

@@ -26,7 +26,8 @@ pub(super) fn heldout(
     exercises: &Exercises,
     threads: usize,
 ) -> anyhow::Result<BTreeMap<&'static str, Score>> {
-    let options = InferenceOptions { max_batch: 256, max_batch_tokens: 16384, threads, nice: 0 };
+    let options =
+        InferenceOptions { max_batch: 256, max_batch_tokens: 16384, threads, nice: 0, ..InferenceOptions::default() };
     let engine = InferenceEngine::spawn(cfg.clone(), weights.clone(), 0, options, Device::Cpu)?;
     let mut scores = BTreeMap::new();
     for (name, set) in [("sums", &exercises.heldout_sums), ("calculator", &exercises.heldout_calculator)] {

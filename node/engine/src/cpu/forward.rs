@@ -91,7 +91,7 @@ impl CpuModel {
         tape.prepare(self.layers.len());
         let x = sized(&mut tape.x[0], tokens * h);
         for (row, &id) in x.chunks_exact_mut(h).zip(&batch.tokens) {
-            row.copy_from_slice(&self.embed[id as usize * h..(id as usize + 1) * h]);
+            self.embed(id, row);
         }
         for l in 0..self.layers.len() {
             self.activations(l, batch, tape);

@@ -155,9 +155,10 @@ impl CpuRunner {
         let mut s = self.scratch.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
         let m = &*self.model;
         let rows: usize = work.iter().map(|w| w.segment.tokens.len()).sum();
-        s.x.clear();
-        for &t in work.iter().flat_map(|w| w.segment.tokens) {
-            s.x.extend_from_slice(&m.embed[t as usize * m.hidden..(t as usize + 1) * m.hidden]);
+        s.x.resize(rows * m.hidden, 0.0);
+        let tokens = work.iter().flat_map(|w| w.segment.tokens);
+        for (row, &token) in s.x.chunks_exact_mut(m.hidden).zip(tokens) {
+            m.embed(token, row);
         }
         s.h.resize(rows * m.hidden, 0.0);
         s.qkv.resize(rows * m.shape.qkv_len(), 0.0);

@@ -25,6 +25,40 @@ use scheduler::{Job, Scheduler, Shared};
 /// At `max_batch` 64 that is 1024 requests; a prompt of 2048 tokens is 8 KiB, so the queue stays below 8 MiB.
 const WAITING_PER_SLOT: usize = 16;
 
+/// In which format an engine holds matrices and embeddings; norms and biases are f32 in each.
+///
+/// Computing is in f32 all the same: tokens and log-probabilities are those, bit for bit, that the rounded weights have in f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WeightFormat {
+    /// As they were trained: scorer and trainer reproduce what was sampled.
+    #[default]
+    F32,
+    /// ggml's Q8_0, 9 bits a weight: blocks of 32 along a row, each of 8-bit integers and a scale rounded to f16. CPU only.
+    /// The trainer, which knows the unrounded weights, finds another log-probability than the sampled one.
+    Q8_0,
+}
+
+impl std::fmt::Display for WeightFormat {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::Q8_0 => "q8_0",
+        })
+    }
+}
+
+impl std::str::FromStr for WeightFormat {
+    type Err = EngineError;
+
+    fn from_str(s: &str) -> Result<Self, EngineError> {
+        match s {
+            "f32" => Ok(Self::F32),
+            "q8_0" => Ok(Self::Q8_0),
+            _ => Err(EngineError::InvalidOption { field: "weight_format", expected: "f32 or q8_0", got: s.to_owned() }),
+        }
+    }
+}
+
 /// Bounds and threads of an [`InferenceEngine`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InferenceOptions {
@@ -36,12 +70,14 @@ pub struct InferenceOptions {
     pub threads: usize,
     /// Niceness of those threads, 0 to 19; above 0 they yield to the rest of the process.
     pub nice: i32,
+    /// How the weights are held.
+    pub weight_format: WeightFormat,
 }
 
 impl Default for InferenceOptions {
-    /// 64 sequences, 1024 tokens per pass, 2 threads, no niceness.
+    /// 64 sequences, 1024 tokens per pass, 2 threads, no niceness, weights in f32.
     fn default() -> Self {
-        Self { max_batch: 64, max_batch_tokens: 1024, threads: 2, nice: 0 }
+        Self { max_batch: 64, max_batch_tokens: 1024, threads: 2, nice: 0, weight_format: WeightFormat::F32 }
     }
 }
 
@@ -113,6 +149,7 @@ struct Handle {
     shared: Arc<Shared>,
     cfg: LlamaConfig,
     device: Device,
+    format: WeightFormat,
     waiting_max: usize,
 }
 
@@ -142,15 +179,16 @@ impl InferenceEngine {
     ) -> Result<Self, EngineError> {
         check_options(&opts)?;
         cfg.validate()?;
-        let runner = Runner::new(&cfg, Prepared::new(&cfg, &weights, &device)?, opts.max_batch);
+        let runner = Runner::new(&cfg, Prepared::new(&cfg, &weights, &device, opts.weight_format)?, opts.max_batch);
         let shared = Arc::new(Shared::new(policy_version));
+        let format = opts.weight_format;
         let waiting_max = opts.max_batch.saturating_mul(WAITING_PER_SLOT);
         let scheduler = Scheduler::new(Arc::clone(&shared), runner, cfg.vocab_size, opts, policy_version)?;
         std::thread::Builder::new()
             .name("starling-infer".into())
             .spawn(move || scheduler.run())
             .map_err(|e| EngineError::Threads { what: e.to_string() })?;
-        Ok(Self { handle: Arc::new(Handle { shared, cfg, device, waiting_max }) })
+        Ok(Self { handle: Arc::new(Handle { shared, cfg, device, format, waiting_max }) })
     }
 
     /// Queues a request and returns at once; tokens arrive at `sink` as they are drawn.
@@ -179,7 +217,8 @@ impl InferenceEngine {
     /// # Errors
     /// `Weights` if they do not fit the configuration (nothing changes), `Tensor`, `Stopped`.
     pub fn swap_weights(&self, weights: Weights, policy_version: u64) -> Result<(), EngineError> {
-        let prepared = Prepared::new(&self.handle.cfg, &weights, &self.handle.device)?;
+        let Handle { cfg, device, format, .. } = &*self.handle;
+        let prepared = Prepared::new(cfg, &weights, device, *format)?;
         self.handle.shared.swap(prepared, policy_version)
     }
 

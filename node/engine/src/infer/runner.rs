@@ -9,6 +9,7 @@ use super::device::{DeviceRunner, DeviceWeights};
 use crate::config::LlamaConfig;
 use crate::cpu::CpuModel;
 use crate::error::EngineError;
+use crate::infer::WeightFormat;
 use crate::params::{fuse, rope_table};
 use crate::weights::Weights;
 
@@ -32,10 +33,18 @@ pub(crate) enum Prepared {
 
 impl Prepared {
     /// Checks weights and brings them into the device's layout, on the calling thread.
-    pub(crate) fn new(cfg: &LlamaConfig, weights: &Weights, device: &Device) -> Result<Self, EngineError> {
+    pub(crate) fn new(
+        cfg: &LlamaConfig,
+        weights: &Weights,
+        device: &Device,
+        format: WeightFormat,
+    ) -> Result<Self, EngineError> {
         if device.is_cpu() {
             let params = fuse(cfg, weights, device)?;
-            Ok(Self::Cpu(Arc::new(CpuModel::new(cfg, &params, rope_table(cfg))?)))
+            Ok(Self::Cpu(Arc::new(CpuModel::in_format(cfg, &params, rope_table(cfg), format)?)))
+        } else if format != WeightFormat::F32 {
+            let (field, expected) = ("weight_format", "f32 on any device but the CPU");
+            Err(EngineError::InvalidOption { field, expected, got: format.to_string() })
         } else {
             Ok(Self::Device(Arc::new(DeviceWeights::new(cfg, weights, device)?)))
         }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use candle_core::Device;
 
 use super::*;
+use crate::kernels::q8::PackedQ8;
 use crate::score::sequence_logprobs;
 use crate::testing::{tiny_config, tiny_configs, varied_weights};
 
@@ -60,7 +61,7 @@ fn a_seeded_request_gives_the_same_bits_alone_in_a_crowd_and_in_small_chunks() {
     assert_eq!(alone.len(), 40);
     for opts in [
         InferenceOptions { threads: 1, ..InferenceOptions::default() },
-        InferenceOptions { max_batch: 5, max_batch_tokens: 9, threads: 3, nice: 1 },
+        InferenceOptions { max_batch: 5, max_batch_tokens: 9, threads: 3, nice: 1, ..InferenceOptions::default() },
         InferenceOptions { max_batch: 40, max_batch_tokens: 64, ..InferenceOptions::default() },
     ] {
         let crowd = engine(opts);
@@ -114,7 +115,7 @@ fn the_device_path_draws_the_same_tokens() {
         let weights = varied_weights(&cfg, 3);
         let prepared = Prepared::Device(Arc::new(device::DeviceWeights::new(&cfg, &weights, &Device::Cpu).unwrap()));
         let mut device = Runner::new(&cfg, prepared, 3);
-        let mut cpu = Runner::new(&cfg, Prepared::new(&cfg, &weights, &Device::Cpu).unwrap(), 3);
+        let mut cpu = Runner::new(&cfg, Prepared::new(&cfg, &weights, &Device::Cpu, WeightFormat::F32).unwrap(), 3);
         let (a, b, c) = (prompt(20, 1), prompt(3, 2), prompt(33, 3));
         for r in [&mut device, &mut cpu] {
             (0..3).zip([&a, &b, &c]).for_each(|(slot, p)| assert_eq!(r.open(slot, p), 0));
@@ -179,7 +180,13 @@ fn invalid_requests_are_refused_by_field() {
 
 #[test]
 fn a_full_queue_is_busy_and_later_serves_everyone() {
-    let e = engine(InferenceOptions { max_batch: 1, max_batch_tokens: 4, threads: 1, nice: 0 });
+    let e = engine(InferenceOptions {
+        max_batch: 1,
+        max_batch_tokens: 4,
+        threads: 1,
+        nice: 0,
+        ..InferenceOptions::default()
+    });
     let mut accepted = Vec::new();
     let mut busy = false;
     for i in 0..200 {
@@ -260,7 +267,13 @@ fn broken_weights_end_the_sequence_with_an_error_and_the_engine_goes_on() {
 
 #[test]
 fn a_caller_that_is_gone_or_panics_frees_its_slot() {
-    let e = engine(InferenceOptions { max_batch: 1, max_batch_tokens: 8, threads: 1, nice: 0 });
+    let e = engine(InferenceOptions {
+        max_batch: 1,
+        max_batch_tokens: 8,
+        threads: 1,
+        nice: 0,
+        ..InferenceOptions::default()
+    });
     struct Panics;
     impl TokenSink for Panics {
         fn token(&mut self, _t: SampledToken) -> bool {
@@ -278,7 +291,13 @@ fn a_caller_that_is_gone_or_panics_frees_its_slot() {
 
 #[test]
 fn dropping_the_last_handle_stops_what_runs() {
-    let e = engine(InferenceOptions { max_batch: 1, max_batch_tokens: 8, threads: 1, nice: 0 });
+    let e = engine(InferenceOptions {
+        max_batch: 1,
+        max_batch_tokens: 8,
+        threads: 1,
+        nice: 0,
+        ..InferenceOptions::default()
+    });
     let running: Vec<_> = (0..3).map(|i| start(&e, &prompt(3, i), seeded(1, 120))).collect();
     let other = e.clone();
     drop(e);
@@ -286,4 +305,41 @@ fn dropping_the_last_handle_stops_what_runs() {
     drop(other);
     let (_, result) = running[2].recv_timeout(Duration::from_secs(30)).unwrap();
     assert!(matches!(result, Some(Err(EngineError::Stopped) | Ok(FinishReason::Length))));
+}
+
+#[test]
+fn generation_from_rounded_weights_has_the_bits_of_f32_with_these_weights() {
+    for cfg in tiny_configs() {
+        let name = cfg.architecture;
+        let exact = varied_weights(&cfg, 5);
+        let rounded = exact.iter().map(|(name, t)| {
+            let [n, k] = *t.dims() else { return (name.to_owned(), t.clone()) };
+            let packed = PackedQ8::from_weight(&t.flatten_all().unwrap().to_vec1::<f32>().unwrap(), n, k);
+            let mut values = vec![0f32; n * k];
+            values.chunks_exact_mut(k).enumerate().for_each(|(i, row)| packed.row(i, row));
+            (name.to_owned(), candle_core::Tensor::from_vec(values, (n, k), &Device::Cpu).unwrap())
+        });
+        let rounded = Weights::from_ordered(rounded.collect());
+        let options = InferenceOptions { weight_format: WeightFormat::Q8_0, ..InferenceOptions::default() };
+        let engine = InferenceEngine::spawn(cfg.clone(), exact.clone(), 1, options, Device::Cpu).unwrap();
+        let check = |weights: &Weights| {
+            let rxs: Vec<_> = (0..11).map(|i| start(&engine, &prompt(37 + i, i), seeded(u64::from(i), 20))).collect();
+            for (i, rx) in (0..).zip(rxs) {
+                let tokens = wait(&rx).0;
+                let ids: Vec<u32> = prompt(37 + i, i).into_iter().chain(tokens.iter().map(|t| t.id)).collect();
+                let scored = sequence_logprobs(&cfg, weights, &Device::Cpu, &ids).unwrap();
+                let sampled: Vec<f32> = tokens.iter().map(|t| t.logprob).collect();
+                assert_eq!(sampled, scored[scored.len() - sampled.len()..], "{name:?}");
+                // The unrounded weights are others, and near.
+                let unrounded = sequence_logprobs(&cfg, &exact, &Device::Cpu, &ids).unwrap();
+                assert_ne!(unrounded, scored, "{name:?}");
+                assert!(unrounded.iter().zip(&scored).all(|(a, b)| (a - b).abs() < 0.3), "{name:?}");
+            }
+        };
+        check(&rounded);
+        // New weights come in the same format.
+        engine.swap_weights(exact.clone(), 2).unwrap();
+        check(&rounded);
+    }
+    assert!("q4".parse::<WeightFormat>().is_err());
 }

@@ -8,7 +8,7 @@ use crate::par;
 /// Columns of one packed panel: two AVX-512 registers.
 pub(crate) const PANEL: usize = 32;
 /// Rows computed together: 8 x 2 accumulators cover the latency of the multiply-add units.
-const TILE_ROWS: usize = 8;
+pub(crate) const TILE_ROWS: usize = 8;
 /// Rows of a transposed left-hand side that are gathered together: one cache line.
 const GATHER_ROWS: usize = 16;
 /// Length of the reduction blocks then: 16 KiB of the left-hand side, and 32 KiB of a panel.
@@ -172,8 +172,7 @@ impl Packed {
 
     /// Few rows: each task takes some panels, so that every weight is read by one core only.
     fn mul_by_columns(&self, lhs: Lhs<'_>, m: usize, out: &mut [f32], accumulate: bool) {
-        let mut by_panel = vec![0f32; self.n.div_ceil(PANEL) * m * PANEL];
-        par::chunks_mut(&mut by_panel, m * PANEL, |i, part| {
+        scatter_panels(m, self.n, out, accumulate, |i, part| {
             let panel = &self.data[i * self.k * PANEL..(i + 1) * self.k * PANEL];
             for r in (0..m).step_by(TILE_ROWS) {
                 let rest = Lhs { data: &lhs.data[r * lhs.row_stride..], ..lhs };
@@ -182,16 +181,35 @@ impl Packed {
                 tile(TILE_ROWS.min(m - r), self.k, rest, panel, &mut target);
             }
         });
-        for (i, part) in by_panel.chunks_exact(m * PANEL).enumerate() {
-            let first = i * PANEL;
-            let cols = PANEL.min(self.n - first);
-            for (r, row) in part.chunks_exact(PANEL).enumerate() {
-                let target = &mut out[r * self.n + first..r * self.n + first + cols];
-                if accumulate {
-                    target.iter_mut().zip(row).for_each(|(t, &v)| *t += v);
-                } else {
-                    target.copy_from_slice(&row[..cols]);
-                }
+    }
+}
+
+/// Has `product(i, part)` compute `part [m, 32]` of each panel of `n` columns, and brings the parts to `out [m, n]`.
+pub(crate) fn scatter_panels(
+    m: usize,
+    n: usize,
+    out: &mut [f32],
+    accumulate: bool,
+    product: impl Fn(usize, &mut [f32]) + Sync + Send,
+) {
+    let panels = n.div_ceil(PANEL);
+    let mut by_panel = vec![0f32; panels * m * PANEL];
+    // A task takes neighbouring panels: one stream from memory, and not a hand-over for each.
+    let each = par::rows_per_chunk(panels);
+    par::chunks_mut(&mut by_panel, each * m * PANEL, |task, parts| {
+        for (i, part) in parts.chunks_exact_mut(m * PANEL).enumerate() {
+            product(task * each + i, part);
+        }
+    });
+    for (i, part) in by_panel.chunks_exact(m * PANEL).enumerate() {
+        let first = i * PANEL;
+        let cols = PANEL.min(n - first);
+        for (r, row) in part.chunks_exact(PANEL).enumerate() {
+            let target = &mut out[r * n + first..r * n + first + cols];
+            if accumulate {
+                target.iter_mut().zip(row).for_each(|(t, &v)| *t += v);
+            } else {
+                target.copy_from_slice(&row[..cols]);
             }
         }
     }
@@ -214,16 +232,20 @@ fn gather(from: &[f32], stride: usize, rows: usize, to: &mut [f32]) {
 }
 
 /// Where a tile of outputs goes.
-struct Target<'a> {
-    out: &'a mut [f32],
-    stride: usize,
-    cols: usize,
-    accumulate: bool,
+pub(crate) struct Target<'a> {
+    /// Begins with the tile's first output.
+    pub(crate) out: &'a mut [f32],
+    /// Distance between rows.
+    pub(crate) stride: usize,
+    /// Columns that exist.
+    pub(crate) cols: usize,
+    /// Whether to add.
+    pub(crate) accumulate: bool,
 }
 
 /// Computes `rows x cols` outputs of one panel; `lhs.data` starts at the tile's first row.
 #[inline]
-fn tile(rows: usize, k: usize, lhs: Lhs<'_>, panel: &[f32], target: &mut Target<'_>) {
+pub(crate) fn tile(rows: usize, k: usize, lhs: Lhs<'_>, panel: &[f32], target: &mut Target<'_>) {
     assert!(rows >= 1 && k >= 1 && panel.len() >= k * PANEL && target.cols <= PANEL, "tile shape");
     assert!((rows - 1) * lhs.row_stride + (k - 1) * lhs.k_stride < lhs.data.len(), "tile out of range");
     assert!((rows - 1) * target.stride + target.cols <= target.out.len(), "tile output out of range");

@@ -13,6 +13,7 @@ pub(crate) mod logprob;
 pub(crate) mod math;
 pub(crate) mod matmul;
 pub(crate) mod norm;
+pub(crate) mod q8;
 pub(crate) mod rope;
 
 /// The instruction sets that kernels are compiled for.
