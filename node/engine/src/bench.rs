@@ -115,18 +115,20 @@ pub fn grpo_group(vocab: usize, samples: usize, len: usize, prompt: usize) -> Ve
     (0..samples).map(sample).collect()
 }
 
-/// Seconds of each of `steps` optimizer steps on one batch, behind one that warms up.
+/// Seconds of each of `steps` optimizer steps on one batch, behind one that warms up. The weights are not kept beside the
+/// trainer's.
 ///
 /// # Errors
 /// Whatever [`Trainer::new`] and `step` refuse.
 pub fn step_seconds(
     cfg: &LlamaConfig,
-    weights: &Weights,
+    weights: Weights,
     tc: &TrainerConfig,
     batch: &[Sample],
     steps: usize,
 ) -> Result<Vec<f64>, TrainError> {
-    let mut trainer = Trainer::new(cfg.clone(), weights, tc.clone(), Device::Cpu)?;
+    let mut trainer = Trainer::new(cfg.clone(), &weights, tc.clone(), Device::Cpu)?;
+    drop(weights);
     trainer.step(batch)?;
     (0..steps).map(|_| Ok(trainer.step(batch)?.step_ms / 1e3)).collect()
 }
