@@ -14,6 +14,8 @@ mod machine;
 mod replicate;
 mod report;
 mod tcp;
+mod torch;
+mod train;
 mod trio;
 mod weights;
 
@@ -25,6 +27,7 @@ use report::{Report, Row};
 /// Most runs of a measurement: 50 of the slowest one take five minutes.
 const RUNS_MAX: usize = 50;
 
+/// What `all` runs; `train` needs a model that must be fetched, and minutes.
 const ALL: [BenchName; 8] = [
     BenchName::Episodes,
     BenchName::Gateway,
@@ -73,6 +76,7 @@ fn text_of(name: BenchName) -> &'static str {
         BenchName::Replicate => "replicate",
         BenchName::Generation => "generation",
         BenchName::Training => "training",
+        BenchName::Train => "train",
         BenchName::Weights => "weights",
         BenchName::Failover => "failover",
         BenchName::All => "all",
@@ -90,6 +94,7 @@ async fn measure(name: BenchName, args: &BenchArgs) -> anyhow::Result<Vec<Row>> 
         BenchName::Failover => failover::measure(runs).await,
         BenchName::Generation => tokio::task::block_in_place(|| engine::generation(runs)),
         BenchName::Training => tokio::task::block_in_place(|| engine::training(runs)),
+        BenchName::Train => train::measure(runs, args.torch.as_deref()).await,
         BenchName::All => Ok(Vec::new()), // taken apart by the caller
     }
 }
