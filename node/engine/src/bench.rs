@@ -109,7 +109,7 @@ pub fn grpo_group(vocab: usize, samples: usize, len: usize, prompt: usize) -> Ve
         tokens: shared.iter().copied().chain(tokens(vocab, len - prompt, i + 2)).collect(),
         loss_mask: (0..len).map(|t| t >= prompt).collect(),
         behaviour_logprobs: vec![-5.5; len],
-        advantage: if i % 2 == 0 { 1.0 } else { -1.0 },
+        advantage: if i.is_multiple_of(2) { 1.0 } else { -1.0 },
         ..Sample::default()
     };
     (0..samples).map(sample).collect()
