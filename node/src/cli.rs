@@ -297,7 +297,7 @@ pub struct PretrainArgs {
 /// `bench`.
 #[derive(Debug, Args)]
 pub struct BenchArgs {
-    /// Which; `all` runs every one.
+    /// Which; `all` runs every one but `train`.
     #[arg(value_enum)]
     pub name: BenchName,
     /// Runs of each measurement; the median counts.
@@ -319,6 +319,9 @@ pub struct BenchArgs {
     /// THREADS". Default: ours stands alone.
     #[arg(long, env = "STARLING_PEER_LLAMA_CPP", value_name = "COMMAND")]
     pub llama_cpp: Option<String>,
+    /// A Python with torch, which `train` measures beside us.
+    #[arg(long, env = "STARLING_PEER_TORCH", value_name = "PYTHON")]
+    pub torch: Option<PathBuf>,
 }
 
 /// Benchmarks.
@@ -342,7 +345,9 @@ pub enum BenchName {
     Weights,
     /// From the kill of a leader to the next one and its first step, beside etcd.
     Failover,
-    /// All of them.
+    /// Seconds of one optimizer step on SmolLM2-135M, in full, by adapters, and on a shared prompt.
+    Train,
+    /// All of them but `train`.
     All,
 }
 

@@ -109,24 +109,26 @@ pub fn grpo_group(vocab: usize, samples: usize, len: usize, prompt: usize) -> Ve
         tokens: shared.iter().copied().chain(tokens(vocab, len - prompt, i + 2)).collect(),
         loss_mask: (0..len).map(|t| t >= prompt).collect(),
         behaviour_logprobs: vec![-5.5; len],
-        advantage: if i % 2 == 0 { 1.0 } else { -1.0 },
+        advantage: if i.is_multiple_of(2) { 1.0 } else { -1.0 },
         ..Sample::default()
     };
     (0..samples).map(sample).collect()
 }
 
-/// Seconds of each of `steps` optimizer steps on one batch, behind one that warms up.
+/// Seconds of each of `steps` optimizer steps on one batch, behind one that warms up. The weights are not kept beside the
+/// trainer's.
 ///
 /// # Errors
 /// Whatever [`Trainer::new`] and `step` refuse.
 pub fn step_seconds(
     cfg: &LlamaConfig,
-    weights: &Weights,
+    weights: Weights,
     tc: &TrainerConfig,
     batch: &[Sample],
     steps: usize,
 ) -> Result<Vec<f64>, TrainError> {
-    let mut trainer = Trainer::new(cfg.clone(), weights, tc.clone(), Device::Cpu)?;
+    let mut trainer = Trainer::new(cfg.clone(), &weights, tc.clone(), Device::Cpu)?;
+    drop(weights);
     trainer.step(batch)?;
     (0..steps).map(|_| Ok(trainer.step(batch)?.step_ms / 1e3)).collect()
 }

@@ -16,6 +16,8 @@ mod machine;
 mod replicate;
 mod report;
 mod tcp;
+mod torch;
+mod train;
 mod trio;
 mod weights;
 
@@ -27,7 +29,7 @@ use report::{Report, Row};
 /// Most runs of a measurement: 50 of the slowest one take five minutes.
 const RUNS_MAX: usize = 50;
 
-/// What `all` runs. `generate` needs a model, which this program does not carry.
+/// What `all` runs. `generate` and `train` need a model, which this program does not carry, and minutes.
 const ALL: [BenchName; 8] = [
     BenchName::Episodes,
     BenchName::Gateway,
@@ -77,6 +79,7 @@ fn text_of(name: BenchName) -> &'static str {
         BenchName::Generation => "generation",
         BenchName::Generate => "generate",
         BenchName::Training => "training",
+        BenchName::Train => "train",
         BenchName::Weights => "weights",
         BenchName::Failover => "failover",
         BenchName::All => "all",
@@ -95,6 +98,7 @@ async fn measure(name: BenchName, args: &BenchArgs) -> anyhow::Result<Vec<Row>> 
         BenchName::Generation => tokio::task::block_in_place(|| engine::generation(runs)),
         BenchName::Generate => tokio::task::block_in_place(|| generate::measure(args)),
         BenchName::Training => tokio::task::block_in_place(|| engine::training(runs)),
+        BenchName::Train => train::measure(runs, args.torch.as_deref()).await,
         BenchName::All => Ok(Vec::new()), // taken apart by the caller
     }
 }
