@@ -8,7 +8,7 @@ use starling_protocol::{Hash, JobId, ModelName, PolicyVersion, RolloutId};
 
 /// Version of the layout on disk: 3 since a step's row names its entry's term and the version that it was trained from,
 /// and a group its line.
-pub const FORMAT_VERSION: u32 = 3;
+pub const FORMAT_VERSION: u32 = 4;
 
 /// Key of the format version in `Meta`.
 pub const FORMAT_KEY: &[u8] = b"format_version";
@@ -147,7 +147,7 @@ mod tests {
         assert_eq!(split_job_rollout_key(&key), Some((JobId([0xaa; 16]), Hash([0xbb; 32]))));
         assert_eq!(split_job_rollout_key(&key[1..]), None);
         assert_eq!(hex(&quarantine_key("blobs", &[7, 8])), "05626c6f62730708");
-        assert_eq!((FORMAT_VERSION, FORMAT_KEY), (3, b"format_version".as_slice()));
+        assert_eq!((FORMAT_VERSION, FORMAT_KEY), (4, b"format_version".as_slice()));
     }
 
     #[test]
