@@ -133,9 +133,9 @@ fn another_format_is_refused_with_both_versions() {
         put(&store, Family::Meta, b"format_version", &9u32.to_be_bytes(), Durability::Synced);
     }
     let err = RocksStore::open(dir.path(), &RocksOptions::default()).unwrap_err();
-    assert!(matches!(err, StoreError::Format { expected: 3, got: 9, .. }), "{err}");
+    assert!(matches!(err, StoreError::Format { expected: 4, got: 9, .. }), "{err}");
     let err = RocksStore::open_read_only(dir.path()).unwrap_err();
-    assert!(matches!(err, StoreError::Format { expected: 3, got: 9, .. }), "{err}");
+    assert!(matches!(err, StoreError::Format { expected: 4, got: 9, .. }), "{err}");
 }
 
 #[test]
