@@ -396,7 +396,8 @@ fn open_rollout(bytes: &[u8], verifier: &dyn Verifier) -> Result<Rollout, Rollou
     Ok(rollout)
 }
 
-/// [`open_rollout`] of many, whose signatures are verified together.
+/// Checks format and signature only, as a holder does that stores rollouts for others: one result for each, in order. The
+/// signatures are verified together.
 pub fn open_rollouts<B: AsRef<[u8]>>(many: &[B], verifier: &dyn Verifier) -> Vec<Result<Rollout, RolloutError>> {
     let opened: Vec<_> = many.iter().map(|bytes| open_envelope(bytes.as_ref())).collect();
     let signed: Vec<_> = opened.iter().flatten().map(|(env, _)| env.signature.of(Domain::Rollout, &env.body)).collect();

@@ -57,9 +57,9 @@ fn assert_store_is_the_states(world: &World, node: NodeId) {
 
 #[tokio::test(start_paused = true)]
 async fn a_leader_that_lost_its_quorum_does_not_keep_its_follower_from_a_new_generation() {
-    for seed in 53..56 {
+    for (seed, nth) in [(53, 0), (54, 1), (55, 3)] {
         let (mut world, leader, _) = world(seed, 5, 2).await;
-        let follower = world.nodes.keys().copied().filter(|n| *n != leader).nth(seed as usize % 4).unwrap();
+        let follower = world.nodes.keys().copied().filter(|n| *n != leader).nth(nth).unwrap();
         let lost: Vec<_> = world.nodes.keys().copied().filter(|n| ![leader, follower].contains(n)).collect();
         lost.iter().for_each(|n| world.crash(*n, true));
         // The leader goes on sending heartbeats, and the follower hears them.

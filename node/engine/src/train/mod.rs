@@ -155,7 +155,7 @@ impl Trainer {
         Ok(Self { rope, cfg, options: tc, device, slots, adapters, reference: None, updates: 0, pool, peak_flops: 0.0 })
     }
 
-    /// Sets the weights that [`AlgorithmSpec::kl`] compares with; they take as much memory as the model again.
+    /// Sets the weights that [`AlgorithmSpec::kl`](starling_protocol::algorithm::AlgorithmSpec::kl) compares with; they take as much memory as the model again.
     ///
     /// # Errors
     /// `Weights` if they do not fit the configuration, `Tensor` for want of memory; nothing has changed then.
