@@ -3,6 +3,7 @@
 use crate::api::openai_responses::ResponseStore;
 use crate::backend::{Backend, BackendError, ClaimError, ClaimRequest, SealError};
 use crate::episode::{Episode, EpisodeTable, Stage};
+use crate::http::Replies;
 use serde::Serialize;
 use starling_protocol::assignment::Assignment;
 use starling_protocol::rollout::Rollout;
@@ -359,6 +360,7 @@ impl Gateway {
             state.stage = stage;
             state.tree = starling_protocol::timeline::TimelineTree::default();
             state.responses = ResponseStore::default();
+            state.replies = Replies::default();
         }
         episode.closed.send_replace(true);
         self.0.episodes().over(episode.id(), self.0.config.ended_kept);

@@ -159,6 +159,7 @@ impl Running {
     }
 }
 
+// An episode that is over remembers nothing: `complete` finds no entry then.
 impl Drop for Running {
     fn drop(&mut self) {
         if let Some(key) = self.key.take() {
@@ -176,8 +177,9 @@ struct Unread {
 
 impl Drop for Unread {
     fn drop(&mut self) {
-        if let Some(reply) = self.reply.take() {
-            self.episode.state().replies.keep_unread(self.request, reply);
+        let mut state = self.episode.state();
+        if let Some(reply) = self.reply.take().filter(|_| state.stage == Stage::Open) {
+            state.replies.keep_unread(self.request, reply);
         }
     }
 }
