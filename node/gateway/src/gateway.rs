@@ -24,7 +24,7 @@ pub struct GatewayConfig {
     pub open_inference: bool,
     /// Bearer token for beginning episodes and listing all of them; without one, whoever reaches the port may.
     pub admin_token: Option<String>,
-    /// Longest request body. Worst case in memory: this times [`GatewayConfig::in_flight_max`].
+    /// Longest request body. Worst case in memory: twice this times [`GatewayConfig::in_flight_max`].
     pub body_len_bytes_max: usize,
     /// Calls answered at a time; more are refused, not queued.
     pub in_flight_max: usize,
@@ -165,6 +165,8 @@ pub(crate) struct Inner {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) config: GatewayConfig,
     pub(crate) in_flight: Arc<Semaphore>,
+    /// Calls that may be repetitions, before their route has them; as many as may be answered at a time.
+    pub(crate) arriving: Arc<Semaphore>,
     /// Of callers outside an episode.
     pub(crate) responses: Mutex<ResponseStore>,
     episodes: Mutex<EpisodeTable>,
@@ -190,9 +192,10 @@ impl Gateway {
     /// A service without episodes.
     #[must_use]
     pub fn new(backend: Arc<dyn Backend>, config: GatewayConfig) -> Self {
-        let in_flight = Arc::new(Semaphore::new(config.in_flight_max.min(Semaphore::MAX_PERMITS)));
+        let places = || Arc::new(Semaphore::new(config.in_flight_max.min(Semaphore::MAX_PERMITS)));
+        let (in_flight, arriving) = (places(), places());
         let (responses, episodes) = (Mutex::default(), Mutex::default());
-        Self(Arc::new(Inner { backend, config, in_flight, responses, episodes }))
+        Self(Arc::new(Inner { backend, config, in_flight, arriving, responses, episodes }))
     }
 
     /// The HTTP routes under `/v1`.

@@ -20,7 +20,7 @@ use crate::call::{Caller, refuse_closed};
 use crate::gateway::Gateway;
 use axum::http::{HeaderMap, StatusCode};
 use std::sync::Arc;
-use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Who calls, and the place among the calls that are answered at a time. Refuses calls of episodes that are over.
 pub(crate) fn admit(gateway: &Gateway, headers: &HeaderMap) -> Result<(Caller, OwnedSemaphorePermit), ApiError> {
@@ -33,15 +33,20 @@ pub(crate) fn admit(gateway: &Gateway, headers: &HeaderMap) -> Result<(Caller, O
             return Err(ApiError::new(StatusCode::CONFLICT, "lease_lost", message));
         }
     }
-    let permit = Arc::clone(&gateway.0.in_flight).try_acquire_owned().map_err(|_full| {
+    let permit = place(gateway, &gateway.0.in_flight)?;
+    Ok((caller, permit))
+}
+
+/// One of the places among those calls that `places` counts; each may keep a whole body in memory.
+pub(crate) fn place(gateway: &Gateway, places: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, ApiError> {
+    Arc::clone(places).try_acquire_owned().map_err(|_full| {
         let max = gateway.0.config.in_flight_max;
         ApiError::new(
             StatusCode::TOO_MANY_REQUESTS,
             "too_many_calls",
             format!("{max} calls are being answered already"),
         )
-    })?;
-    Ok((caller, permit))
+    })
 }
 
 /// An id that nobody guesses: `prefix` and 128 random bits.

@@ -11,7 +11,7 @@
 //! Only complete answers are kept. A call that failed, or whose connection went away before its end, is cancelled, leaves
 //! nothing, and may be tried again.
 
-use crate::api::{ApiError, anthropic, sse};
+use crate::api::{ApiError, anthropic, place, sse};
 use crate::call::Caller;
 use crate::episode::{Episode, Stage};
 use crate::gateway::Gateway;
@@ -209,10 +209,13 @@ pub(super) async fn once(State(gateway): State<Gateway>, request: Request, next:
 async fn once_in(gateway: &Gateway, episode: Arc<Episode>, request: Request, next: Next) -> Result<Response, ApiError> {
     let (parts, body) = request.into_parts();
     let key = key_of(&parts.headers)?;
+    // The route counts only what it answers; this reads before it, and may wait.
+    let place = place(gateway, &gateway.0.arriving)?;
     let body = gateway.body(body).await?;
     let request = Hash::of(&[parts.uri.path().as_bytes(), b"\n", &body].concat());
     let run = |parts, body| next.run(Request::from_parts(parts, Body::from(body)));
     let Some(key) = key else {
+        drop(place);
         let again = parts.headers.get(RETRY_COUNT).is_some_and(|count| count != "0");
         let unread = if again { episode.take_unread(request) } else { None };
         let keep = |reply| Unread { episode: episode.clone(), request, reply };
@@ -224,8 +227,12 @@ async fn once_in(gateway: &Gateway, episode: Arc<Episode>, request: Request, nex
     loop {
         match episode.take_turn(&key, request) {
             // The route says what became of the episode.
-            Turn::EpisodeOver => return Ok(run(parts, body).await),
+            Turn::EpisodeOver => {
+                drop(place);
+                return Ok(run(parts, body).await);
+            }
             Turn::First(over) => {
+                drop(place);
                 let running = Running { episode, key: Some(key), _over: over };
                 return Ok(kept(Keep::ForKey(running), run(parts, body).await).await);
             }

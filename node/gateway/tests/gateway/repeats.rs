@@ -3,6 +3,9 @@
 use crate::support::{Script, World, bytes, code, eventually, request, say, user};
 use futures::StreamExt;
 use serde_json::{Value, json};
+use starling_gateway::GatewayConfig;
+use starling_protocol::assignment::Purpose;
+use starling_protocol::job::Sampling;
 use std::sync::atomic::Ordering;
 use tower::ServiceExt;
 
@@ -103,6 +106,26 @@ async fn a_repetition_beside_the_first_call_waits_for_its_answer() {
     let (a, b, c) = tokio::join!(call(), call(), call());
     assert_eq!((&a.2, &a.2), (&b.2, &c.2));
     assert_eq!(agent.done().await.rollout.turns.len(), 1);
+}
+
+#[tokio::test]
+async fn repetitions_that_wait_are_bounded_like_calls() {
+    let config = GatewayConfig { in_flight_max: 1, ..GatewayConfig::default() };
+    let world = World::with(config, Purpose::Train, Sampling::default());
+    let agent = world.begin().await;
+    let bearer = format!("Bearer {}", agent.key);
+    let chat = request(json!([user("q")]), json!({}));
+    world.script([Script::Hang(bytes("a"))]);
+    let (first, other) = (headers(&bearer, "k"), headers(&bearer, "j"));
+    let mut hangs = std::pin::pin!(world.post("/v1/chat/completions", &first, &chat));
+    let mut waits = std::pin::pin!(world.post("/v1/chat/completions", &first, &chat));
+    for _ in 0..10 {
+        assert!(futures::poll!(&mut hangs).is_pending() && futures::poll!(&mut waits).is_pending());
+        tokio::task::yield_now().await;
+    }
+    let (status, _, text) = world.post("/v1/chat/completions", &other, &chat).await;
+    let error: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!((status.as_u16(), code(&error)), (429, "too_many_calls"));
 }
 
 #[tokio::test]
