@@ -198,6 +198,7 @@ impl Client {
             if left == 0 && running.is_empty() {
                 continue;
             }
+            // The block has what was asked for, and its leader did not answer a moment ago: nothing is renewed now.
             let silent = want > 0 && left == 0 && lock(&inner.blocks).is_silent((inner.core.clock())(), &model);
             if silent {
                 out.renewed &= running.is_empty();
